@@ -66,7 +66,7 @@ class PlannedFault:
     """Seconds after the first step."""
     kind: str
     pick: float
-    """In [0, 1): selects one of the possible processes, or steps."""
+    """A number in [0, 1) that selects one of the possible processes, or steps."""
 
 
 @dataclass(frozen=True)

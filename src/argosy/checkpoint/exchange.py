@@ -28,7 +28,7 @@ MESSAGE_BYTES = 32 * 2**20
 """The most that travels at once between two ranks: the size of their buffers, and what one checksum covers."""
 CHECKSUM_BYTES = 4
 MOST_NAMED_MESSAGES = 3
-"""At most so many damaged messages are named."""
+"""Most damaged messages that an error names."""
 ALIGNMENT = 16
 """Tensors in a message begin at multiples of so many bytes, so that they can be read in place."""
 

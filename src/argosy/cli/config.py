@@ -59,7 +59,7 @@ class PresetNames:
     """Names of the presets that come with Argosy."""
 
     models: dict[str, int]
-    """With the number of their parameters."""
+    """Model presets, each with its number of parameters."""
     runs: list[str]
     devices: list[str]
     clusters: list[str]

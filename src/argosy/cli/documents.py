@@ -220,7 +220,7 @@ _stdout: TextIO | None = None
 
 @contextmanager
 def documents_on_stdout() -> Iterator[None]:
-    """In this block only `write` reaches stdout; what else is printed, by child processes too, goes to stderr."""
+    """Let only `write` reach stdout in this block; other prints, of child processes too, go to stderr."""
     global _stdout  # noqa: PLW0603  - a process has one
     before, is_real = sys.stdout, False
     with suppress(OSError, ValueError, AttributeError):

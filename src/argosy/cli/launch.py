@@ -37,7 +37,7 @@ class Options(LaunchOptions):
     """Options of `argosy launch`: beside those of the engine, what only the command line says."""
 
     here: bool = False
-    """A site whose table `launch` names a login: start it from this machine, which is that one."""
+    """Start a site whose table `launch` names a login on this machine: it is the one to log in on."""
     dry_run: bool = False
     """Print what would be submitted, and submit nothing."""
     run_dir: Path | None = None

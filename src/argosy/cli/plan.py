@@ -94,7 +94,7 @@ class Options:
     tokens: Count | None = None
     """Tokens to train on, e.g. 15T; default: the run's, or 20 for each active parameter."""
     finetune: Count | None = None
-    """Plan fine-tuning on so many tokens, e.g. 50M: 2 epochs, and with a model 128 sequences of 4096 tokens a step."""
+    """Plan fine-tuning on this many tokens, e.g. 50M: 2 epochs; with a model 128 sequences of 4096 tokens a step."""
     lora: WholeCount | None = None
     """Plan an adapter (LoRA) of this rank on all linear layers, beside frozen weights."""
     lora_base: LoraBase | None = None

@@ -57,7 +57,7 @@ class _PrepareOptions:
     cpus: int = 1
     """slurm, ray: CPUs of each worker."""
     show: int = 0
-    """Print so many of the conversations: what is learned is green in a terminal, and else between {+ and +}."""
+    """Print this many of the conversations: what is learned is green in a terminal, and else between {+ and +}."""
     dry_run: bool = False
     """Say what would be read and written, and do nothing."""
     json: bool = False

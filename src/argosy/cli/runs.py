@@ -1,4 +1,4 @@
-"""List runs, wherever they were launched, with what has become of each and its last step.
+"""List runs with their states and last steps, wherever they were launched.
 
 Examples:
   argosy runs                     those in ./runs
@@ -37,7 +37,7 @@ class Options:
     folder: Annotated[Path, tyro.conf.Positional] = Path("runs")
     """The folder to search, or a run's own."""
     where: str = ""
-    """Only runs for which this holds; no comparison with a number that a run lacks does."""
+    """Only runs for which this holds; a comparison with a number that a run lacks never does."""
     sort: str = ""
     """Order by a key, the least first; -KEY: the greatest first."""
     json: bool = False

@@ -39,9 +39,9 @@ class Options:
     predict: Path | None = None
     """A run file: predict its final loss."""
     parameters: Count | None = None
-    """With --tokens: the N of a run whose final loss is predicted."""
+    """The N of a run whose final loss is predicted; needs --tokens."""
     tokens: Count | None = None
-    """With --parameters: the D of that run."""
+    """The D of that run; needs --parameters."""
     draws: int = 100
     """Number of bootstrap draws for the intervals."""
     seed: int = 0
@@ -82,9 +82,9 @@ class ScalingAnswers:
     coefficients: dict[str, BootstrapEstimate]
     """E, A, B, alpha and beta."""
     compute_optimal: ComputeOptimal | None = None
-    """With `--budget`."""
+    """The best N and D, with `--budget`."""
     prediction: PredictedLoss | None = None
-    """With `--predict`, or with `--parameters` and `--tokens`."""
+    """The predicted run, with `--predict`, or with `--parameters` and `--tokens`."""
 
 
 def main(argv: list[str]) -> None:

@@ -70,7 +70,7 @@ class WatchAddress:
 
     folder: Path
     url: str
-    """With the token, if the page asks for one."""
+    """Address of the page, with the token if it asks for one."""
     mcp: str | None
     """The address of the MCP server, with --mcp-http; it asks for the same token."""
 

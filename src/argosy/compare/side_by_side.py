@@ -70,7 +70,7 @@ class Comparison(BaseModel):
     b: ComparedRun
     settings: list[SettingDifference]
     curves: list[LossesAt]
-    """By tokens, time and, if both have a price in one currency, cost; empty for what both have no common range of."""
+    """Curves by tokens, time and, if both have a price in one currency, cost; empty without a common range."""
 
 
 def compare(a: RunReader, b: RunReader) -> Comparison:

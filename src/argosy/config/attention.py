@@ -62,7 +62,7 @@ class AttentionConfig(Section):
     """Kinds of the layers' attention, e.g. five times sliding, then full (Gemma 3), or three times linear, then full
     (Qwen3-Next; linear is the gated delta-net of model.delta_net); empty: all are full."""
     window: NonNegativeInt = 0
-    """sliding: the last so many tokens that a token sees, itself included. chunked: documents are cut into chunks of so
+    """sliding: number of tokens that a token sees, itself included. chunked: documents are cut into chunks of this
     many tokens, and a token sees those of its own (Llama 4)."""
     rotary_layers: tuple[bool, ...] = ()
     """By layer: true rotates queries and keys; false is no position at all (NoPE). Empty: all rotate."""
@@ -86,7 +86,7 @@ class AttentionConfig(Section):
     value_scale: PositiveFloat = 1.0
     """Factor on values (MiMo-V2)."""
     rotary_width: NonNegativeInt = 0
-    """First so many of a head's numbers are rotated; 0: all."""
+    """Numbers of a head that are rotated, from the first on; 0: all."""
     sliding_rotary_width: NonNegativeInt = 0
     """sliding: the same of these layers; 0: as the others."""
     sliding_rope_theta: NonNegativeFloat = 0.0

@@ -179,7 +179,7 @@ class _Machines:
     cpus_per_node: NonNegativeInt = 0
     """CPUs of each; slurm, ray: 0 asks for whole nodes, for this job alone."""
     gpus_per_node: NonNegativeInt = 0
-    """GPUs of each; 0 asks for none. ssh: so many are used, 0: all."""
+    """GPUs of each; 0 asks for none. ssh: use this many; 0: all."""
     memory_per_node: str = ""
     """Memory of each, in the cluster's words: slurm 64G, kubernetes 64Gi. Empty: what the cluster gives."""
     hosts: str = ""

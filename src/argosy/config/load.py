@@ -252,7 +252,7 @@ class ObjectiveDefaults(NamedTuple):
     """The usual settings of an objective."""
 
     lr: float
-    """With all weights trained."""
+    """Learning rate when all weights are trained."""
     warmup: float
     """Share of the steps."""
     epochs: float

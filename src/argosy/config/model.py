@@ -52,7 +52,7 @@ FAMILIES = (
 )  # fmt: skip
 """The model types that export and import know."""
 UNGATED = ("nemotron",)
-"""Those whose feed-forward has no gate."""
+"""Families whose feed-forward has no gate."""
 
 
 class MoEConfig(Section):
@@ -73,7 +73,7 @@ class MoEConfig(Section):
     first_dense_layers: NonNegativeInt = 0
     """Number of first layers that keep a feed-forward of ffn_width."""
     every: PositiveInt = 1
-    """Experts in every so many layers; those between are dense (decoder_sparse_step)."""
+    """One layer in this many has experts; the others are dense (decoder_sparse_step)."""
     dense_layers: tuple[NonNegativeInt, ...] = ()
     """Further layers, counted from 0, that are dense."""
     router: Literal["softmax", "sigmoid"] = "softmax"

@@ -52,10 +52,10 @@ class AlertsConfig(Section):
     goodput_minutes: PositiveFloat = 30.0
     """Window of low_goodput; in a younger run it is not looked at."""
     unverified_minutes: NonNegativeFloat = 0.0
-    """checkpoint_unverified: no checkpoint was read back and found whole for so long; 0: three times the interval
+    """checkpoint_unverified: no checkpoint was read back and found whole for this long; 0: three times the interval
     between checkpoints, at least 30 minutes."""
     goes_on_minutes: PositiveFloat = 60.0
-    """An alert that lasts so long is told once more."""
+    """An alert that lasts this long is sent once more."""
 
     @property
     def are_delivered(self) -> bool:
@@ -189,9 +189,9 @@ class SinksConfig(Section):
     """Limits of all sinks."""
 
     timeout_s: PositiveFloat = 60.0
-    """A sink that does nothing for so long is ended, and tried again later."""
+    """A sink that does nothing for this long is ended, and tried again later."""
     flush_s: PositiveFloat = 30.0
-    """At the run's end, sinks have so long to write the rest."""
+    """Time that sinks have to write the rest at the run's end."""
     memory_bytes: Annotated[int, Field(ge=2**28)] = 4 * 2**30
     """A sink that takes more memory than this fails, and is tried again later."""
 

@@ -104,7 +104,7 @@ class OuterConfig(Section):
     from_step: NonNegativeInt = 0
     """local, diloco: first steps of the run in which the sites sum gradients, exactly, and hold the same weights."""
     fragments: PositiveInt = 1
-    """local, diloco: the model's layers are agreed on in so many parts, which take turns, each once in every_steps."""
+    """local, diloco: parts in which the model's layers are agreed on, one after the other, each once in every_steps."""
     overlap_steps: NonNegativeInt = 0
     """local, diloco: steps (tau) that a site trains on while what it changed travels."""
     mixing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

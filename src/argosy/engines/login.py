@@ -47,7 +47,7 @@ class LoginJob(RunJob):
     """A site that is launched by a command on a machine of its own."""
 
     login: str
-    """That machine, by a name that ssh takes."""
+    """The machine to log in on, by a name that ssh takes."""
     login_options: tuple[str, ...]
     """Options of ssh to it."""
     there: str

@@ -38,7 +38,7 @@ PASSED_ON = ("ARGOSY_", "OMP_", "NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_", "
 """Environment variables that begin so are those of the agents too. They go through ssh's input: the words of a command
 can be read by all users of a machine."""
 AGENT_MARK = "agent of "
-"""In a job's place: begins what says which process a host's agent is."""
+"""Prefix of the entry in a job's place that names the process of a host's agent."""
 LOOK = """\
 printf 'argosy:boot=%s\\n' "$(cat /proc/sys/kernel/random/boot_id)"
 printf 'argosy:reached=%s\\n' "$SSH_CONNECTION"

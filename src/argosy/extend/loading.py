@@ -29,7 +29,7 @@ from argosy.files import atomic_write, read_with_owner, state_folder
 APPROVED = "ARGOSY_APPROVED_CODE"
 """Environment variable: checksums that this process or its parent has approved, with commas between them."""
 APPROVED_FILE = "approved-code"
-"""In the user's folder for state: a checksum and a path on each line."""
+"""File in the user's folder for state, with a checksum and a path on each line."""
 MOST_APPROVED, LONGEST_APPROVAL = 10_000, 256
 """Lines that are kept, the newest ones, and their characters."""
 

@@ -109,7 +109,7 @@ class Update:
     lr: float
     """The learning rate of the step, with the factor of the parameter's group."""
     weight_decay: float
-    """That of the parameter: 0 for norms and biases, unless its group says otherwise."""
+    """Weight decay of the parameter: 0 for norms and biases, unless its group says otherwise."""
     settings: Mapping[str, float]
     """beta1, beta2, momentum and eps of the run file's table `optimizer`."""
 

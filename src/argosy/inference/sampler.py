@@ -22,7 +22,7 @@ from argosy.sinks.sink import About, Record, Sink
 MOST_TOKENS = 200
 SAMPLES_FILE = "samples.jsonl"
 FREE_MEMORY_SHARE = 0.5
-"""At most this share of the memory that is free: training must not run out of it."""
+"""Most of the free memory that samples may take: training must not run out of it."""
 
 
 class Sampler(Sink):

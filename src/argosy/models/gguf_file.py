@@ -77,7 +77,7 @@ class Architecture:
     """An architecture of llama.cpp, as one of our families has it."""
 
     name: str
-    """In `gguf.MODEL_ARCH`."""
+    """Name in `gguf.MODEL_ARCH`."""
     rotary: Literal["halves", "pairs"] = "halves"
     """pairs: llama.cpp turns numbers that lie side by side (LLAMA_ROPE_TYPE_NORM); we keep them in two halves."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Architecture:
     free: tuple[str, ...] = ()
     """Further settings that it takes; a name that ends in a dot is a whole table."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """In addition to `GGUF_TENSORS`."""
+    """Names of tensors in addition to `GGUF_TENSORS`."""
     ties: bool = True
     """Without a head's tensor in the file it takes the embedding; false: it asks for one."""
 

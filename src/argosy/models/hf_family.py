@@ -144,7 +144,7 @@ class Family:
 
     architecture: str
     keys: dict[str, str] = field(default_factory=dict)
-    """In addition to `CONFIG_KEYS`."""
+    """Keys in addition to `CONFIG_KEYS`."""
     converted: dict[str, Converted] = field(default_factory=dict)
     """Fields of `ModelConfig` whose key has another form."""
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -154,9 +154,9 @@ class Family:
     constants: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json without a field of ours -> the only value that we can compute, or a tuple of some."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """In addition to `CONFIG_DEFAULTS`."""
+    """Defaults in addition to `CONFIG_DEFAULTS`."""
     names: dict[str, str] = field(default_factory=dict)
-    """In addition to `TENSOR_NAMES`."""
+    """Names in addition to `TENSOR_NAMES`."""
     fused: dict[str, FusedTensor] = field(default_factory=dict)
     """Their module or weight -> what of ours is in it."""
     aliases: dict[str, str] = field(default_factory=dict)

@@ -40,7 +40,7 @@ MOE_KEYS = {
     "moe.groups": "n_group",
     "moe.top_groups": "topk_group",
 }
-"""As DeepSeek names them."""
+"""Keys of experts as DeepSeek names them."""
 MIXTRAL_KEYS = {
     "moe.experts": "num_local_experts",
     "moe.experts_per_token": "num_experts_per_tok",
@@ -55,7 +55,7 @@ SPARSE_KEYS = {
     "moe.aux_coefficient": "router_aux_loss_coef",
     "moe.every": "decoder_sparse_step",
 }
-"""As Qwen names them."""
+"""Keys of experts as Qwen names them."""
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     keys=MOE_KEYS

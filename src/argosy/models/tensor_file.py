@@ -40,7 +40,7 @@ _BITS = {"F4": 4, "U16": 16, "U32": 32, "U64": 64, "C64": 64} | {
     c: 8 * dtype.itemsize for c, dtype in FILE_DTYPES.items()
 }
 MOST_TENSOR_HEADER_BYTES = 100_000_000
-"""As the reference implementation has it."""
+"""Largest header of a file, as in the reference implementation."""
 METADATA = "__metadata__"
 
 ReadInto = Callable[[int, memoryview], None]

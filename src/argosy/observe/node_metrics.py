@@ -179,7 +179,7 @@ class Instruments:
 
 
 NO_INSTRUMENTS = Instruments(None, None, None)
-"""For lines on ranks alone."""
+"""Instruments of lines that only tell of ranks."""
 
 
 BYTES_PER_DAY = 1e9

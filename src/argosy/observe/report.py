@@ -65,14 +65,14 @@ class Report(BaseModel):
     step_time_s: float
     """Median; of a run with a batch-size ramp, as the next two, of the steps with the largest batch that it came to."""
     tokens_per_s: float
-    """At the median step."""
+    """Tokens a second at the median step."""
     mfu: float | None
     """Model FLOPs over the measured matmul peak, at the median step; None if that is more than 1: the machine was busy
     when the peak was measured, which is too low then. metrics.jsonl keeps the quotient as it is."""
     peak_flops: float
     """The measured matmul peak of all processes together, FLOP/s."""
     time_to_first_step_s: float | None
-    """From the start of the last processes of the run to the end of their first step; None if no step was left."""
+    """Seconds from the start of the run's last processes to the end of their first step; None if no step was left."""
     memory_bytes: int
     """Peak memory of rank 0."""
     memory_before_bytes: int = 0
@@ -90,7 +90,7 @@ class Report(BaseModel):
     sync: SyncSavings | None = None
     """None if replicas summed exactly, or there are none."""
     wall_s: float
-    """From the first start to the end, restarts and pauses included."""
+    """Seconds from the first start to the end, restarts and pauses included."""
     goodput: float
     """Share of `wall_s` spent in steps that count."""
     validation: dict[str, int | float] | None

@@ -35,7 +35,7 @@ APC ... ST), of which a terminal shows nothing.
 PANEL_REFRESH_S = 0.5
 """Seconds between two drawings of the panel if nothing happens."""
 LEAST_S = 0.1
-"""It is not drawn more often."""
+"""Least time between two drawings."""
 WAITING_LINES = 10_000
 """Most lines that wait for a terminal that takes none; older ones are lost."""
 LAST_WORDS_S = 10.0

@@ -24,7 +24,7 @@ STEP_MARK, PART_MARK, COLLECTIVE_MARK = "argosy:step/", "argosy:part/", "argosy:
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what a GPU does."""
 CCL = "ccl"
-"""In the names of kernels that communicate: NCCL's and RCCL's, oneCCL's, HCCL's."""
+"""Part of the names of kernels that communicate: NCCL's and RCCL's, oneCCL's, HCCL's."""
 MOST_OPERATIONS, MOST_GAPS = 20, 10
 LEAST_GAP_US = 50.0
 NAME_LENGTH = 120

@@ -147,7 +147,7 @@ class World:
     size: int = 1
     device: torch.device = CPU
     host: dist.ProcessGroup | None = None
-    """In a world of GPUs, the group of all ranks for tensors in host memory."""
+    """The group of all ranks for tensors in host memory, in a world of GPUs."""
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:

@@ -243,7 +243,7 @@ class LearntFactors:
     cluster: Path
     """The file."""
     factors: dict[str, Factor]
-    """By category, or by constant of serving."""
+    """Factors by category, or by constant of serving."""
 
 
 def learn(folders: Sequence[Path], cluster: Cluster) -> Cluster:

@@ -71,7 +71,7 @@ class LayerSpec:
     value_width: int
     """Width of a value head."""
     has_values: bool
-    """It computes values; False: they are its keys, before norm and rotation."""
+    """True if the layer computes values; False: they are its keys, before norm and rotation."""
     has_sinks: bool
     ffn_width: int
     """Hidden width of its feed-forward; 0 if it has experts."""

@@ -70,9 +70,9 @@ class Stage:
 
     layers: Sequence[int]
     first: bool = True
-    """It takes tokens, through the embedding; other stages take the hidden states of the one before."""
+    """True if the stage takes tokens, through the embedding; others take the hidden states of the one before."""
     last: bool = True
-    """It ends with the norm and the head; other stages give hidden states."""
+    """True if the stage ends with the norm and the head; other stages give hidden states."""
 
 
 def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1) -> Table:

@@ -25,7 +25,7 @@ Both sides of a rank's share of a matrix are multiples of these numbers: others 
 FP8_CORES = (8, 9)
 """CUDA compute capability of the first devices with fp8 (Ada; Hopper is 9.0)."""
 FP8_BY_GROUP = (9, 0)
-"""That of the only devices with `F.scaled_grouped_mm` in fp8 by rows: torch 2.13 skips its tests on others."""
+"""Capability of the only devices with `F.scaled_grouped_mm` in fp8 by rows: torch 2.13 tests no others."""
 MXFP8_CORES = 10
 """The major number of that of devices whose matmuls take a scale for each 32 numbers in fp8 (B200, B300)."""
 

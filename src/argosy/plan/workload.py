@@ -53,7 +53,7 @@ class Workload:
     ffn_width: Numbers
     """Width of a dense layer's feed-forward."""
     widest_ffn: Numbers
-    """That of the widest one."""
+    """Width of the widest feed-forward."""
     ffn_matrices: Numbers
     """3 with a gate (SwiGLU), 2 without one (GELU)."""
     vocab_size: Numbers
@@ -128,7 +128,7 @@ class Workload:
     adapter_whole: Numbers = 0
     """Parameters of a layer's adapters outside routed experts that tensor parallelism leaves whole on each rank."""
     adapter_cut: Numbers = 0
-    """Those that it cuts."""
+    """Parameters of adapters that tensor parallelism cuts."""
     adapter_experts_whole: Numbers = 0  # the same of all routed experts
     adapter_experts_cut: Numbers = 0
     adapter_inputs: Numbers = 0
@@ -325,7 +325,7 @@ class Workload:
 
     @property
     def trained_parameters(self) -> Numbers:
-        """Those of `matrix_parameters` that are trained."""
+        """Parameters of `matrix_parameters` that are trained."""
         experts = self.moe_layers * self.expert_parameters
         ends = (2 - self.tied) * self.vocabulary_parameters
         trained_ends = (self.trained_embedding + (1 - self.tied) * self.trained_head) * self.vocabulary_parameters

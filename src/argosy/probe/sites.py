@@ -52,13 +52,13 @@ class MeasureOrder(WireRecord):
 
 
 class EchoRequest(WireRecord):
-    """It is to be sent back."""
+    """A message that is to be sent back."""
 
     kind: Literal["echo"] = "echo"
 
 
 class EchoAnswer(WireRecord):
-    """It is sent back."""
+    """The message that is sent back."""
 
     kind: Literal["echoed"] = "echoed"
 

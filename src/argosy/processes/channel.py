@@ -25,7 +25,7 @@ SEND_TIMEOUT_S = 5.0
 CHANNEL_RECEIVE_BYTES = 1 << 16
 INT = struct.Struct("i")
 MOST_DESCRIPTORS = 4
-"""In one message."""
+"""Most file descriptors in one message."""
 NO_MESSAGE = "what it says is no message"
 
 

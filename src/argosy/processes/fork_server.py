@@ -255,7 +255,7 @@ def _descriptors(requests: Sequence[Message]) -> list[int]:
 
 
 def _become(asked: Mapping[str, Any], descriptor: int) -> ForkEntry:
-    """In the forked process: take on what was asked for."""
+    """Take on what was asked for, in the forked process."""
     gc.enable()
     del os.environ[PARENT]  # it belongs to the asker, not to the fork server or to that one's parent
     os.environ |= {**asked["environment"], CHANNEL: str(descriptor)}

@@ -164,7 +164,7 @@ def _hash(secret: bytes, purpose: str, nonces: bytes) -> bytes:
 
 
 TLS_FOLDER = "tls"
-"""In the run's folder: the certificate and the key that were made for it."""
+"""Folder in the run's folder that holds the certificate and the key made for it."""
 YEARS = 10
 
 

@@ -24,7 +24,7 @@ class RestartPolicy:
     """The restarts of a process, and the limits at which a child is killed."""
 
     most_failures: float = math.inf
-    """It is given up at this many ends in a row without progress."""
+    """Ends in a row without progress at which the child is given up."""
     pause_s: float = 0.0
     """Time between the end and the next start."""
     growth: float = 1.0

@@ -42,7 +42,7 @@ CHECKED_ROWS = 512
 CHECKED_MEMORY_BYTES = {"cpu": 2**26, "accelerator": 2**30}
 """Memory that is written and copied to, for each core or GPU; at most `MOST_MEMORY` of what is free."""
 MOST_CORES_BYTES = 2**30
-"""For all cores together: more than any cache."""
+"""Memory that all cores test together: more than any cache."""
 MOST_MEMORY = 1 / 8
 CHUNK = {"cpu": 2**14, "accelerator": 2**22}
 """Words of a pattern that are written at a time: few enough for a core's cache, many enough to keep a GPU busy."""

@@ -22,7 +22,7 @@ from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
 
 NODE_CHECK = ForkEntry("argosy.resilience.node_check")
-"""By name, as it imports torch."""
+"""Entry of the node health check, by name, as it imports torch."""
 CHECK_VARIABLE = "ARGOSY_NODE_CHECK"
 """Environment variable of the checking process: the request, as JSON."""
 CHECK_PATIENCE_S = 60.0
@@ -55,9 +55,9 @@ class WrongResult:
     """A device computed or stored a wrong value."""
 
     device: str
-    """As in "core 3" or "cuda:0"."""
+    """The device, such as "core 3" or "cuda:0"."""
     test: str
-    """As in "fp32 product" or "memory"."""
+    """The test that failed, such as "fp32 product" or "memory"."""
     problem: str
     """The first wrong value, the right one, and where it was."""
     times: int = 1

@@ -96,11 +96,11 @@ class SendEvent(NamedTuple):
     axis: str
     ranks: int
     sent_bytes: int
-    """By this rank."""
+    """Bytes that this rank sends."""
     message_bytes: int
     """Bytes of the whole: what each rank has after an all-gather, or before a reduce-scatter."""
     stride: int
-    """From one rank of the group to the next."""
+    """Distance from one rank of the group to the next."""
     peer: int | None
     """The rank at the other end, where there is one: the receiver of a "send", the sender of a "recv"."""
     where: StepPlace

@@ -95,7 +95,7 @@ class SimulatedRecord:
     plan: str
     memory: SimulatedMemory
     flops: dict[str, int]
-    """Those of contractions (`simulate.fake`), by phase, and in total."""
+    """FLOPs of contractions (`simulate.fake`), by phase, and in total."""
     traffic: list[SimulatedTraffic]
     time: SimulatedTime
     tracing_s: float

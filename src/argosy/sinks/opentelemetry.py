@@ -36,7 +36,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 """Variables that name the collector where the run file does not; the exporter reads them in this order."""
 DEFAULT_ENDPOINT = "http://localhost:4318"
 MOST_SPANS = 500
-"""In one request."""
+"""Most spans in one request."""
 
 
 class FixedIds(IdGenerator):

@@ -108,7 +108,7 @@ class Feed:
 
 
 SINKS_FOLDER = "sinks"
-"""In a run's folder: what each sink keeps of itself."""
+"""Folder of a run for what each sink keeps of itself."""
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at the folder."""
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}

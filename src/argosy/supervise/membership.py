@@ -227,7 +227,7 @@ class Membership:
             self._begin_node_check(name)
 
     def put_last(self, name: str) -> None:
-        """From the next world on, use a node only if there are not enough others, for the rest of the run."""
+        """Use a node only if there are not enough others, from the next world on, for the rest of the run."""
         self._last.add(name)
         if (node := self.nodes.get(name)) is not None:
             node.is_last = True

@@ -30,13 +30,13 @@ class RankState(Enum):
     """State of a worker process."""
 
     STARTING = "starting"
-    """It imports what it needs."""
+    """The worker imports what it needs."""
     READY = "ready"
-    """It waits for a world."""
+    """The worker waits for a world."""
     RUNNING = "running"
-    """It was told to join the generation's world."""
+    """The worker was told to join the generation's world."""
     DONE = "done"
-    """It has reached the end of the run."""
+    """The worker has reached the end of the run."""
 
 
 @dataclass

@@ -322,7 +322,7 @@ KUBERNETES_HOST, KUBERNETES_PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVIC
 SLURM_LAUNCHER = "SLURM_LAUNCH_NODE_IPADDR"
 """Environment variable of a task of srun: the machine on which srun runs, which all nodes reach."""
 ANY_PORT = 9
-"""Nothing is sent there."""
+"""Port for an address to which nothing is sent."""
 
 
 def own_address(launch: LaunchConfig) -> str:

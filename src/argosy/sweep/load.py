@@ -35,7 +35,7 @@ class SweepParameter:
     """A key of the run, or a table of it, that varies."""
 
     key: str
-    """As a user writes it: optimizer.lr."""
+    """The key as a user writes it: optimizer.lr."""
     values: tuple[Any, ...] = ()
     """Values of a list; empty for a range."""
     low: float = 0.0

@@ -32,7 +32,7 @@ class Result:
     trials: list[Trial]
     """By number."""
     steps: list[int]
-    """That each has made."""
+    """Steps that each trial has made."""
     importance: dict[str, float]
     """Share of each parameter in what makes a trial good; empty if the trials are too few to tell."""
 
@@ -146,9 +146,9 @@ class TrialRecord:
     state: str
     """open (it trains, is to train, or waits at a rung), done, stopped (not promoted) or failed."""
     values: dict[str, Any]
-    """By key of the run."""
+    """Values by key of the run."""
     metric: float | None
-    """At its last rung, or at its end."""
+    """The metric at its last rung, or at its end."""
     steps: int
     """Steps that it has made."""
     rungs: dict[str, float]

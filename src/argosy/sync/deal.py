@@ -214,7 +214,7 @@ class DealtItems:
     skipped: set[int] = field(default_factory=set)
     """Items that no update is made from, because of bad gradients; others stand in for them."""
     out: dict[str, DealtItem] = field(default_factory=dict)
-    """By worker."""
+    """Dealt items by worker."""
     committed: dict[str, AppliedUpdate] = field(default_factory=dict)
     """The last update of each worker in this generation by its lease, should it ask again."""
     _leases: int = 0

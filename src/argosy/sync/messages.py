@@ -238,13 +238,13 @@ class NumberedMessage(WireRecord, strict=True):
 
 
 class AskForWork(NumberedMessage):
-    """It wants samples."""
+    """A worker wants samples."""
 
     kind: Literal["work"] = "work"
 
 
 class PullWeights(NumberedMessage):
-    """It wants weights of that version, or newer ones."""
+    """A worker wants weights of that version, or newer ones."""
 
     kind: Literal["pull"] = "pull"
     generation: Id
@@ -288,7 +288,7 @@ class Scored(WireRecord, strict=True):
 
 
 class WorkerLeaves(WireRecord, strict=True):
-    """It ends; what was dealt to it is dealt to another."""
+    """A worker ends; its items are dealt to another."""
 
     kind: Literal["leaves"] = "leaves"
 

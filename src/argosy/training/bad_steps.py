@@ -51,7 +51,7 @@ class Action(Enum):
     SKIP = "skip"
     """Its gradient is dropped, its samples are skipped, and the step is done with the next ones."""
     REWIND = "rewind"
-    """As SKIP, and the state goes back to a checkpoint."""
+    """Skip the step, and go back to a checkpoint."""
     STOP = "stop"
     """The run ends."""
 

@@ -61,7 +61,7 @@ class StepOutcome:
     """Ranks that should hold the same weights or optimizer state do not."""
     requests: Requests
     loads: Tensor | None
-    """In host memory."""
+    """Loads of experts, in host memory."""
     sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Sums over ranks of what `exchange` was given to sum, by name."""
 

@@ -92,7 +92,7 @@ class RunFiles:
         self.status = RunStatus("training")
         """The run's state, as of the last `refresh`."""
         self.nodes: dict[str, NodeSeries] = {}
-        """By the launcher's name of the node."""
+        """Nodes by the names that the launcher gives them."""
         self.last_line: Record = {}
         """The whole line of the newest step, its lists too; empty before the first."""
         self.last_evaluation: Record = {}

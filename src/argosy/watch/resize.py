@@ -65,7 +65,7 @@ class Option:
     """Price of the rest; None if nobody knows one."""
     currency: str
     is_measured: bool = False
-    """It is how the run goes on if nothing is changed."""
+    """True for going on as now."""
 
 
 @dataclass(frozen=True)

@@ -167,11 +167,11 @@ class Latencies:
     """Seconds of a request, on average."""
 
     ttft_s: Floats
-    """To the first token, waiting for room included."""
+    """Seconds to the first token, waiting for room included."""
     tpot_s: Floats
     """Between two tokens, pauses for other requests' prefill included."""
     e2e_s: Floats
-    """To the last token; of a fixed batch, of all its sequences."""
+    """Seconds to the last token; of a fixed batch, of all its sequences."""
     tokens_per_s: Floats
     """Output tokens of the replica a second, while requests come."""
     room: Floats

@@ -148,7 +148,7 @@ class ExpectedStops:
 
     component: str
     expected: float
-    """At the middle of the rate."""
+    """Stops expected at the middle of the rate."""
     low: float
     high: float
     """Nine times of ten there are from `low` to `high`."""

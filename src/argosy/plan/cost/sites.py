@@ -93,11 +93,11 @@ class RoundCosts:
     steps: int
     """Steps from one to the next."""
     seconds: float
-    """From the last site's end of its steps until all have the average."""
+    """Seconds from the end of the last site's steps until all sites have the average."""
     waits_s: Numbers
     """Seconds that a site waits: fewer where it trains on meanwhile."""
     slows_s: float
-    """By how much the steps that hide a round are longer for it: the same cores do both."""
+    """Seconds by which a round makes the steps that hide it longer: the same cores do both."""
     sent_bytes: float
     """Bytes of numbers that each site sends."""
     last_s: float
@@ -269,7 +269,7 @@ class Updates:
     """The updates of a run; with arrays, one entry for each of several plans."""
 
     sent_bytes: float
-    """By a worker, for one update, without headers."""
+    """Bytes that a worker sends for one update, without headers."""
     received_bytes: float
     worker_s: tuple[Numbers, ...]
     """Seconds of each worker's update when it is alone, in the order of the run file."""

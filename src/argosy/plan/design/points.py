@@ -76,7 +76,7 @@ class Points:
     memory_bytes: Floats
     memory_bytes_per_s: Floats
     link_bytes_per_s: Floats
-    """As specified; rings get `ring_share` of it."""
+    """Bandwidth of a link as specified; rings get `ring_share` of it."""
     link_latency_s: Floats
     node: Floats
     """Devices that the fast link joins."""

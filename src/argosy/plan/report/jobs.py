@@ -184,7 +184,7 @@ class ScheduledJob:
     money: float | None
     """Price of its device-hours; None if it is unknown."""
     commands: tuple[JobCommand, ...]
-    """For the cluster's scheduler."""
+    """Commands for the cluster's scheduler."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Question:
     fix: str = ""
     top: int = 10
     serving: bool = False
-    """It is about serving, for which the batch says nothing."""
+    """True for a question about serving, where the batch has no meaning."""
     price: float | None = None
     """Price of an hour of one device, in the cluster's currency; None: the cluster's, or the catalogue's."""
 

@@ -43,7 +43,7 @@ class PlannedJob:
     """Cluster -> the sizes that it could have there: the fewest devices first, each faster than those before."""
     priority: float = 1.0
     ready_s: float = 0.0
-    """It may not begin before."""
+    """Time before which the job may not begin."""
     deadline_s: float = NEVER_DONE
     late_per_day: float | None = None
     """Money that a day after the deadline costs; None: nobody says, then its priority counts."""

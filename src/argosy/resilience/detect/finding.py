@@ -114,7 +114,7 @@ class Sample:
     took: Sequence[StepTimes] = ()
     """Steps that all ranks have ended, ascending; each is in one sample."""
     suspicions: Mapping[int, Suspicion] = field(default_factory=dict)
-    """By rank; of others there is none."""
+    """Suspicions by rank; other ranks have none."""
     seen: Mapping[int, WorkerSeen] = field(default_factory=dict)
     """Rank -> all that it shows; of ranks that do not beat, and of others where a detector has asked for it."""
 

@@ -28,13 +28,13 @@ from argosy.resilience.detect.finding import Finding, Latch
 LOW_DISK, ENOUGH_LEFT = 0.02, 0.04
 """Shares of the disk's bytes or inodes that are left: report below the first, reset above the second."""
 LOW_BYTES = 5 * 2**30
-"""With more bytes than this left the share does not matter."""
+"""Free bytes above which the free share does not matter."""
 SLOWER, SLOW_S = 20.0, 1.0
 """A write is slow if it takes this many times the median of those before, and this long."""
 IN_A_ROW = 3
 HISTORY, LEAST_HISTORY = 200, 10
 WRITE_EVERY_S = 30.0
-"""From the beginning of a trial write to the next."""
+"""Time from the beginning of a trial write to the next."""
 HANGS_S = 30.0
 """A write that has not returned by then hangs."""
 DISK_BLOCK = os.urandom(1 << 16)
@@ -306,7 +306,7 @@ LOW, NO_LONGER_LOW = 0.04, 0.08
 """Shares of the limit that are left: report below the first, where the kernel soon kills a process; reset above the
 second."""
 LITTLE_MEMORY = 0.2
-"""With less than this share left just before, a kill on the machine counts as one of this run."""
+"""Free share of memory below which a kill on the machine counts as one of this run."""
 SOON_S = 900.0
 """Memory that will run out within this time is reported, if the trend has lasted for `TREND_S`."""
 TREND_S = 300.0

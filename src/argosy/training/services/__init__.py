@@ -8,4 +8,4 @@ from argosy.training.services.service import Service
 from argosy.training.services.user_code import UserCode
 
 SERVICES: tuple[type[Service], ...] = (Profiling, Rebalance, NoiseScale, LayerNorms, Preferences, UserCode)
-"""In the order in which they are called."""
+"""Services in the order in which they are called."""

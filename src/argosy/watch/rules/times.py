@@ -24,7 +24,7 @@ Where the planner knows no better one, only a larger share is worth saying."""
 BUBBLE_SHARE = 0.1
 """Share of a step that stages of a pipeline idle."""
 MICROBATCHES_PER_STAGE = 4
-"""With so many microbatches for each stage the bubble hardly counts (GPipe, Huang et al. 2019, section 2.3)."""
+"""Microbatches for each stage with which the bubble hardly counts (GPipe, Huang et al. 2019, section 2.3)."""
 EVALUATION_SHARE = 0.1
 EVALUATION_SHOULD = 0.05
 """Evaluation is worth saying above the first share of the time, and is set to come to the second."""
