@@ -108,7 +108,7 @@ def test_an_end_that_takes_nothing_holds_nobody_up_and_is_given_up(pair):
     began = time.monotonic()
     while not pair.caller.problem:
         pair.caller.send(bytes(FRAME_BYTES))
-    assert "takes nothing" in pair.caller.problem and time.monotonic() - began < 5
+    assert "accepts no more" in pair.caller.problem and time.monotonic() - began < 5
 
 
 def test_one_turn_reads_so_much_and_no_more(pair):

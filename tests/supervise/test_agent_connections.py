@@ -175,7 +175,7 @@ def test_an_agent_that_takes_nothing_is_dropped_and_holds_nobody_up(server):
     deaf, other = server.agent("deaf"), server.agent("other")
     message = say.LeaveWorld(generation=1, why="x" * TEXT_CHARS)
     server.turn_until(lambda: [server.connections.tell("deaf", message) for _ in range(100)] and server.left)
-    assert "takes nothing" in server.left[0][1] and server.still_hears(other)
+    assert "accepts no more" in server.left[0][1] and server.still_hears(other)
     deaf.close()
 
 

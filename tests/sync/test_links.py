@@ -88,7 +88,7 @@ def test_a_site_of_the_run_is_let_in(told: Callable[..., Any]) -> None:
         ({"version": VERSION + 1}, f"it speaks version {VERSION + 1} of the exchange, and this site {VERSION}"),
         ({"model": "other"}, "it trains another model"),
         ({"run": "other"}, "it is of another run"),
-        ({"site": "X"}, 'it says that it is the site "X", which is not expected there'),
+        ({"site": "X"}, 'it calls itself the site "X", which is not expected there'),
     ],
 )
 def test_one_that_is_of_something_else_is_told_why_not(
@@ -195,7 +195,7 @@ def test_strangers_are_told_of_once_a_host_and_reason_and_not_without_end(monkey
         come(b"x" * 64)
     come(SECRET, b"[]")
     assert [who for who, _ in refusals] == ["127.0.0.1"] * 2
-    assert "does not know this run's secret" in refusals[0][1] and "is no message" in refusals[1][1]
+    assert "does not know this run's secret" in refusals[0][1] and "invalid message" in refusals[1][1]
     monkeypatch.setattr("argosy.sync.links.MOST_REFUSALS", 2)
     come(SECRET, framed(LineRequest(round=1)))
     assert len(refusals) == 2

@@ -81,7 +81,7 @@ class Cluster:
 
     def lost(self) -> list[str]:
         """The nodes that the coordinator gave up, in that order."""
-        return [e["node"] for e in self.run.events("agent_left") if "nothing was heard" in e["why"]]
+        return [e["node"] for e in self.run.events("agent_left") if "it sent nothing" in e["why"]]
 
     def end(self) -> None:
         """Whatever still runs."""

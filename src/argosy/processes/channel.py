@@ -26,7 +26,7 @@ CHANNEL_RECEIVE_BYTES = 1 << 16
 INT = struct.Struct("i")
 MOST_DESCRIPTORS = 4
 """Most file descriptors in one message."""
-NO_MESSAGE = "what it says is no message"
+NO_MESSAGE = "it sent an invalid message"
 
 
 class ChannelClosed(Exception):

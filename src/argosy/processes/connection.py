@@ -124,7 +124,7 @@ class Connection:
         else:
             self._put(self._keys, frame)
         if self.unsent_bytes > OUTBOX_BYTES:
-            self.problem = self.problem or "it takes nothing any more"
+            self.problem = self.problem or "it accepts no more data"
         self._attempt(self._flush)
 
     def take(self) -> list[bytes]:

@@ -155,12 +155,12 @@ class AgentConnections:
             self._strangers[agent] = None
             self._drop_if_broken(agent)
             if len(self._strangers) > MOST_UNKNOWN_AGENTS:
-                self.drop(next(iter(self._strangers)), "too many have not said who they are")
+                self.drop(next(iter(self._strangers)), "too many connections sent no hello")
 
     def _make_room(self) -> None:
         """Close the oldest stranger; without any, accept nothing for a moment."""
         if self._strangers:
-            self.drop(next(iter(self._strangers)), "no descriptor is left for another")
+            self.drop(next(iter(self._strangers)), "no file descriptor is left for another connection")
         else:
             self.selector.unregister(self._listener)
             self._is_accepting, self._accepts_from_s = False, time.monotonic() + ACCEPT_PAUSE_S
@@ -177,10 +177,10 @@ class AgentConnections:
             try:
                 message = decoded(frame, FROM_AGENT)
             except BadMessage as problem:
-                self.drop(agent, f"it said what is no message: {problem}")
+                self.drop(agent, f"it sent an invalid message: {problem}")
                 return
             if isinstance(message, AgentHello) == bool(agent.name):
-                self.drop(agent, f"it said {message.kind} at the wrong time")
+                self.drop(agent, f"it sent {message.kind} at the wrong time")
                 return
             yield agent, message
         self._drop_if_broken(agent)
@@ -191,9 +191,9 @@ class AgentConnections:
 
     def _drop_silent(self) -> None:
         while (agent := next(iter(self._by_silence), None)) and self.awake_s - agent.heard_s > LEASE_S:
-            self.drop(agent, f"nothing was heard of it for {LEASE_S:.0f} s")
+            self.drop(agent, f"it sent nothing for {LEASE_S:.0f} s")
         while self._returning and self.awake_s - self._slept_at_s > LEASE_S:
             name, why = self._returning.popitem()
             self._left(name, why)
         while (agent := next(iter(self._strangers), None)) and self.awake_s - agent.since_s > HELLO_S:
-            self.drop(agent, f"it did not say who it is within {HELLO_S:.0f} s")
+            self.drop(agent, f"it sent no hello within {HELLO_S:.0f} s")

@@ -224,7 +224,7 @@ class Coordinator:
         if node is None:
             return  # it was refused, and told so
         if getattr(message, "slot", 0) >= node.slots:
-            self._agents.drop(agent, f"it said {message.kind} of a slot that it does not have")
+            self._agents.drop(agent, f"it sent {message.kind} for a slot that it does not have")
             return
         match message:
             case say.WorkerStarted(slot=slot, pid=pid):

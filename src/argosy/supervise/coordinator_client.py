@@ -198,7 +198,7 @@ class CoordinatorClient:
         try:
             messages = [decoded(frame, FROM_COORDINATOR) for frame in frames]
         except BadMessage as problem:
-            self._lose(f"it said what is no message: {problem}")
+            self._lose(f"it sent an invalid message: {problem}")
             return
         if messages:
             self._asked_s, self._lost_since, self._was_heard = None, None, True

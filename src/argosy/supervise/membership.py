@@ -111,7 +111,7 @@ class Membership:
         members = self._roster.ranks_of(name)
         self._roster.put(name, node)
         if members - self._roster.ranks_of(name):
-            self._break(f"node {name} came back, and not all of its members are left")
+            self._break(f"node {name} came back without some of its members")
         self._end_if_done()
         if self._inherited is not None:
             self._claim(name, self._inherited)
@@ -280,7 +280,7 @@ class Membership:
         """Give up the inherited generation if its members do not come, or there are enough others."""
         self._heard_since = now_s if self._heard_since is None else self._heard_since
         if self._roster.counts.unused_room >= self._settings.size or now_s - self._heard_since > patience_s:
-            self._forfeit("not all of its members are left")
+            self._forfeit("some of its members are lost")
 
     def _start_missing(self) -> Iterator[Start]:
         """Start workers where there is none, and anew where one reached the end of a world that has broken."""
@@ -366,7 +366,7 @@ class Membership:
                 if not node.is_being_checked and not self._roster.members_of(other):
                     self._grow(other)
         elif self._roster.members_of(name) < inherited.members.get(name, 0):
-            self._forfeit(f"node {name} has not all of its members left")
+            self._forfeit(f"node {name} has lost some of its members")
 
     def _forfeit(self, why: str) -> None:
         self._inherited = self._instead = None

@@ -241,7 +241,7 @@ class Client:
             if not isinstance(message, say.Weights) or message.ask != ask or message.at not in missing:
                 continue
             if len(data) != min(MESSAGE_PIECE_BYTES, len(vector) - message.at):
-                raise RunFailed(f"{name} sent {len(data)} bytes of weights where others belong")
+                raise RunFailed(f"{name} sent {len(data)} bytes of weights for another place")
             vector[message.at : message.at + len(data)] = np.frombuffer(data, np.uint8)
             missing.discard(message.at)
 

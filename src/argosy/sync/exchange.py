@@ -100,7 +100,7 @@ class SiteExchange:
             try:
                 self._hear(name, message, data)
             except BadMessage as problem:
-                self._links.refuse(name, f"what it says cannot be so ({problem})")
+                self._links.refuse(name, f"its message contradicts itself or the round ({problem})")
         for name in before ^ set(self._links.sites):
             is_here = name in self._links.sites
             self._events.write("site_connected" if is_here else "site_lost", site=name)

@@ -193,7 +193,7 @@ class Links(Generic[M]):
             try:
                 message, data = unframed(frame, self._kinds)
             except BadMessage as problem_of_it:
-                self._refuse(link, f"what it says is no message ({problem_of_it})")
+                self._refuse(link, f"it sent an invalid message ({problem_of_it})")
                 return heard
             if (problem := self._problem(link, message)) is not None:
                 self._refuse(link, problem)
@@ -210,12 +210,12 @@ class Links(Generic[M]):
         if link.name:
             return None
         if not isinstance(message, Hello):
-            return "it did not say hello"
+            return "it sent no hello"
         return _of_another_run(self._hello(), message) or self._admit(link, message.site)
 
     def _admit(self, link: Link, name: str) -> str | None:
         if name != link.expected and (link.expected or name not in self._awaits):
-            return f'it says that it is the site "{name}", which is not expected there'
+            return f'it calls itself the site "{name}", which is not expected there'
         if (old := self.sites.pop(name, None)) is not None:
             self._drop(old)
         link.name = name

@@ -352,7 +352,7 @@ class Leader:
         """Take back what lost workers were dealt, and what those have that others have waited for long enough."""
         for site, session in list(self._sessions.items()):
             if now - self._heard_s[site] > LOST_S:
-                self.left(site, session, f"nothing was heard of it for {LOST_S:.0f} s")
+                self.left(site, session, f"it sent nothing for {LOST_S:.0f} s")
         if not self._waiting or self._dealing.may_deal or self._dealing.is_over:
             self._held_since_s = 0.0
             return
@@ -360,7 +360,7 @@ class Leader:
         if now - self._held_since_s > self._run.sync.patience_s:
             self._held_since_s = 0.0
             for site in self._dealing.holds_up:
-                self._give_back(site, f"others had waited for it for {self._run.sync.patience_s:g} s")
+                self._give_back(site, f"others waited for it for {self._run.sync.patience_s:g} s")
 
     def _give_back(self, site: str, why: str) -> None:
         lease = self._dealing.give_back(site)

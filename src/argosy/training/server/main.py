@@ -218,7 +218,7 @@ class ParameterServer:
         elif name in self._sessions:
             self._serve(name, message, data)
         else:
-            raise RequestRefused("it said that it ends")
+            raise RequestRefused("it announced its end")
 
     def _serve(self, name: str, message: say.FromPart, data: bytes) -> None:
         """Do what a worker asks for. Raises: Refuses."""
@@ -242,7 +242,7 @@ class ParameterServer:
             case say.Scored() if leader is not None:
                 leader.scored(name, message)
             case _:
-                raise RequestRefused(f"{message.kind} is nothing that {self._name} is asked for")
+                raise RequestRefused(f"{self._name} answers no {message.kind}")
 
     def _send_weights(self) -> None:
         """Begin to send weights to those that asked for a version that is there now, and go on with what is begun."""
@@ -277,7 +277,7 @@ class ParameterServer:
             case say.ServerStatus() if self._leader is not None:
                 self._leader.hear_server(name, message)
             case _:
-                raise RequestRefused(f"{message.kind} is nothing that {self._name} is told by {name}")
+                raise RequestRefused(f"{self._name} takes no {message.kind} from {name}")
 
     def _obey(self, message: say.Order) -> None:
         """Do what the first server says."""
