@@ -184,10 +184,10 @@ def test_prints_of_libraries_and_child_processes_stay_out_of_the_documents(tmp_p
 import sys
 from types import SimpleNamespace
 from argosy import cli
-from argosy.cli.documents import Written, write
+from argosy.cli.documents import WrittenFile, write
 def body(argv):
     {body}
-    write("config-device", Written("x", ("not finite", "\\udc80")))
+    write("config-device", WrittenFile("x", ("not finite", "\\udc80")))
 cli.import_module = lambda name: SimpleNamespace(main=body)
 sys.exit(cli.main(["config", "--json"]))
 """

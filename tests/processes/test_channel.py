@@ -118,7 +118,7 @@ def test_a_peer_that_does_not_speak_the_protocol_is_gone(data):
     with one:
         one.sendall(data)
         there = Channel(other)
-        with pytest.raises(ChannelClosed, match="no message"):
+        with pytest.raises(ChannelClosed, match="invalid message"):
             there.take()
         there.close()
 

@@ -142,8 +142,8 @@ def test_without_a_descriptor_left_the_agents_are_heard_and_later_others_too(ser
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (("nothing", {}), "no message"),
-        (("done", {"slot": "x"}), "no message"),
+        (("nothing", {}), "invalid message"),
+        (("done", {"slot": "x"}), "invalid message"),
         (("hello", {"name": "b", "folder": "f", "host": "h", "slots": 1}), "wrong time"),
     ],
     ids=["unknown", "no number", "a second hello"],

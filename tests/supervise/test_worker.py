@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("error", "is_of_a_connection"),
+    ("error", "is_told"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"), True),
         (RuntimeError("[enforce fail at gloo/transport/tcp/device.cc:186] rv != -1. Too many open files"), False),
@@ -14,5 +14,5 @@ import pytest
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_a_peer_that_is_gone_is_told_from_what_goes_wrong_here(error, is_of_a_connection):
-    assert is_of_a_connection(error) is is_of_a_connection
+def test_a_peer_that_is_gone_is_told_from_what_goes_wrong_here(error, is_told):
+    assert is_of_a_connection(error) is is_told
