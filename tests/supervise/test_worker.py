@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from argosy.supervise.worker import is_of_a_connection
+
 
 @pytest.mark.parametrize(
     ("error", "is_told"),
