@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `workers` and `tiny`, here and in spawned processes
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+# Of BLAS too, and of all that tests start: on matrices this small a second thread waits in a loop for the first.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from workers import WorkerPool, make_the_tests_process_light
 

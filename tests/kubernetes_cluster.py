@@ -190,7 +190,7 @@ class Pod:
             return
         words = [_expanded(word, environment).replace("/etc/argosy", str(files)) for word in container["command"]]
         words = [sys.executable if word == "python3" else word for word in words]
-        inherited = {**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig), "OMP_NUM_THREADS": "1"}
+        inherited = {**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig)}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 words, cwd=container["workingDir"], env={**inherited, **environment}, stdout=log, stderr=log

@@ -56,9 +56,8 @@ class Cluster:
         log = self.folder / f"{name}.log"
         with log.open("wb") as file:
             self.nodes[name] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+                words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=self.folder
+            )
         end = time.monotonic() + READY_S
         while "Ray runtime started" not in log.read_text():
             assert self.nodes[name].poll() is None and time.monotonic() < end, log.read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import sys
 import tempfile
@@ -125,7 +124,6 @@ def _received(pipe: Connection) -> tuple[bool, Any]:
 
 
 def _serve(pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     make_the_tests_process_light()
     modules = 0
     while True:
