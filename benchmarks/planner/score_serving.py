@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 def score(rows: Sequence[ServingRow], few: int, by_design: bool = False) -> dict[str, Any]:
     """Return the figures; few: rows of each publisher, engine and device that calibrate; by_design: not drawn."""
     table = ServingTable(rows)
-    published = {row.cells for row in read(PUBLISHED)[0]}
+    published = {row.cells for row in _published()}
     known = np.array([row.cells in published for row in table.rows], bool)
     constants, std = shipped(table)
     if known.any():
@@ -167,7 +167,12 @@ def without_publishers(table: ServingTable, constants: ServingConstants, known: 
 
 def _learnt() -> ServingTable:
     """Return the published rows that constants are fitted to."""
-    return ServingTable([row for row in read(PUBLISHED)[0] if not held_out(row)])
+    return ServingTable([row for row in _published() if not held_out(row)])
+
+
+@cache
+def _published() -> Sequence[ServingRow]:
+    return read(PUBLISHED)[0]
 
 
 def errors_without(table: ServingTable, key: Key, learnt: ServingTable, offsets: bool = False) -> Floats:

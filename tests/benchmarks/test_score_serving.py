@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +36,36 @@ def written(path: Path, table: list[dict[str, str]]) -> Path:
     return path
 
 
-def score(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(SCORE), *words], capture_output=True, text=True, check=False, env=environment, timeout=600
-    )
+def score(*words: str) -> tuple[int, str, str]:
+    """Return the exit code of the program, its output and its errors."""
+    done = subprocess.run([sys.executable, str(SCORE), *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def score_here(*words: str) -> tuple[int, str, str]:
+    """The same in this process."""
+    out, err = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.syspath_prepend(str(SCORE.parent))
+        code = import_module("score_serving").main(list(words))
+    return code, out.getvalue(), err.getvalue()
 
 
 def test_new_rows_are_scored_by_metric(tmp_path: Path) -> None:
-    done = score(str(written(tmp_path / "new.csv", rows())), "--json")
-    found = json.loads(done.stdout)
+    found = json.loads(score(str(written(tmp_path / "new.csv", rows())), "--json")[1])
     assert {metric: found["all"][metric]["n"] for metric in METRICS} == {"ttft": 8, "tpot": 8, "e2e_latency": 0}
     assert set(found["all"]["tpot"]) == {"n", "median_abs_pct_error", "bias", "coverage_pct"}
     assert found["all"]["tpot"]["median_abs_pct_error"] < 40
     assert found["all"]["e2e_latency"]["coverage_pct"] is None
 
 
-@pytest.mark.parametrize("how", [[], ["--chosen"]])
-def test_rows_of_the_file_correct_the_others(tmp_path: Path, how: list[str]) -> None:
-    path, five = str(written(tmp_path / "new.csv", rows())), ["--calibration-rows", "5", *how]
-    alone, corrected = (json.loads(score(path, "--json", *more).stdout) for more in ([], five))
-    assert sum(corrected["all"][metric]["n"] for metric in ("ttft", "tpot", "throughput")) == 24 - 5
-    of = [each["all"]["throughput"]["median_abs_pct_error"] for each in (alone, corrected)]
-    assert of[1] < of[0]
+def test_rows_of_the_file_correct_the_others(tmp_path: Path) -> None:
+    path, five = str(written(tmp_path / "new.csv", rows())), ("--calibration-rows", "5")
+    ways = ((), five, (*five, "--chosen"))
+    alone, *corrected = (json.loads(score_here(path, "--json", *way)[1])["all"] for way in ways)
+    for found in corrected:
+        assert sum(found[metric]["n"] for metric in ("ttft", "tpot", "throughput")) == 24 - 5
+        assert found["throughput"]["median_abs_pct_error"] < alone["throughput"]["median_abs_pct_error"]
 
 
 def test_rows_that_cannot_be_predicted_are_counted(tmp_path: Path) -> None:
@@ -66,7 +74,7 @@ def test_rows_that_cannot_be_predicted_are_counted(tmp_path: Path) -> None:
     bad[1]["model"], bad[1]["params_b"] = "a secret", ""
     bad[2]["value"] = "nan"
     bad[3]["metric"] = "joy"
-    found = json.loads(score(str(written(tmp_path / "bad.csv", bad)), "--json").stdout)
+    found = json.loads(score_here(str(written(tmp_path / "bad.csv", bad)), "--json")[1])
     assert found["skipped"]["n"] == 4
     assert "device 'Abacus 9' is not in the catalogue" in found["skipped"]["why"]
 
@@ -75,9 +83,9 @@ def test_columns_that_say_more_may_be_left_out(tmp_path: Path) -> None:
     """Of an unknown engine on one device; fewer rows than calibrate leave none to be scored."""
     path = tmp_path / "few.csv"
     path.write_text("model,device,batch_or_concurrency,input_len,metric,value\nllama3-8b,H100,1,1024,ttft,0.09\n")
-    found = json.loads(score(str(path), "--json").stdout)
+    found = json.loads(score_here(str(path), "--json")[1])
     assert found["all"]["ttft"]["n"] == 1
-    none = json.loads(score(str(path), "--json", "--calibration-rows", "5").stdout)
+    none = json.loads(score_here(str(path), "--json", "--calibration-rows", "5")[1])
     assert {metric: none["all"][metric]["n"] for metric in METRICS} == dict.fromkeys(METRICS, 0)
 
 
@@ -86,7 +94,7 @@ def test_a_few_published_rows_of_one_engine_are_predicted_without_it(tmp_path: P
     """What is learnt from are the published rows, not those of the file."""
     with PUBLISHED.open(newline="") as file:
         few = [row for row in csv.DictReader(file) if row["source"].startswith("FasterTransformer")][:5]
-    found = json.loads(score(str(written(tmp_path / "few.csv", few)), "--json").stdout)
+    found = json.loads(score_here(str(written(tmp_path / "few.csv", few)), "--json")[1])
     assert found["without_engine"]["e2e_latency"]["n"] == 5
 
 
@@ -105,9 +113,9 @@ def test_a_few_published_rows_of_one_engine_are_predicted_without_it(tmp_path: P
 def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.csv"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    done = score(str(path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    code, out, err = score_here(str(path))
+    assert (code, out) == (2, "")
+    assert message in err
 
 
 @pytest.fixture(name="published", scope="module")
