@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from argosy.processes.child import Child
+from argosy.processes.child import Child, process_state
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Restarts, Supervisor, supervised
 from waiting import wait_until
 
@@ -71,9 +71,8 @@ def test_one_that_is_stopped_is_killed_and_started_again(supervisor_of):
     process.keep()
     (end,) = process.ends
     assert end.why.startswith("it was stopped") and end.again_s == 0.0 and end.was_killed
-    for pid in process.pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    for pid in process.pids:  # a busy machine ends a killed process some time later
+        wait_until(lambda pid=pid: process_state(pid) in ("", "Z"))
 
 
 def test_one_that_is_killed_is_given_up_after_its_failures(supervisor_of):
