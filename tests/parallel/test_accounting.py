@@ -174,7 +174,6 @@ MUON_PLANS = [
 QUICK = {
     ("dense", "dp_replicate=2,dp_shard=2,zero=3,sync=int8", "adamw"),
     ("dense", "dp_replicate=4,sum_inside=2,sync=int8", "adamw"),
-    ("dense", "dp_shard=4,zero=0", "adamw"),
     ("dense", "dp_shard=4,zero=1", "adamw"),
     ("dense", "dp_shard=4,zero=2", "adamw"),
     ("dense", "dp_shard=4,zero=3", "adamw"),
@@ -186,9 +185,7 @@ QUICK = {
     ("experts, predicting further", "pp=2,tp=2", "adamw"),
     ("layers unlike", "cp=2,tp=2,microbatch=4,recompute=full", "adamw"),
     ("dense", "dp_shard=2,tp=2", "muon"),
-    ("an adapter", "tp=2,dp_shard=2,zero=1,precision=bf16", "adamw"),
     ("an adapter of experts", "dp_shard=4,ep=2,zero=3", "adamw"),
-    ("dense, the bottom frozen", "dp_shard=4,zero=1", "adamw"),
     ("dense, the bottom frozen", "dp_shard=4,zero=3", "adamw"),
     ("tied, frozen here and there", "tp=2,dp_shard=2,zero=2", "adamw"),
 }

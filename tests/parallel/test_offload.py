@@ -68,8 +68,15 @@ def test_gradients_are_bit_for_bit_those_without(
     assert offload is not None and offload.host_bytes == 0
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["compiled before", "compiled after"])
-@pytest.mark.parametrize(("recompute", "backend"), [("none", "inductor"), ("full", "aot_eager")])
+@pytest.mark.parametrize(
+    ("recompute", "backend", "before"),
+    [
+        ("none", "inductor", True),
+        pytest.param("none", "inductor", False, marks=pytest.mark.slow),
+        ("full", "aot_eager", True),
+        ("full", "aot_eager", False),
+    ],
+)
 def test_compiled_blocks_are_offloaded_too(recompute: RecomputeMode, backend: str, before: bool) -> None:
     """What is recomputed and what waits is settled before the backend, whose kernels take long to compile."""
     models = []

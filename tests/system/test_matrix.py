@@ -221,16 +221,12 @@ def test_who_waits_for_a_save_leaves_when_the_world_is_over(disturbed, undisturb
     run.check(undisturbed(), "worker_died")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
-        "kill@save:fraction=0.5,rank=0",
-        pytest.param("kill@save:fraction=0.1,rank=1", marks=pytest.mark.slow),
-        pytest.param("kill@save:fraction=0.9,rank=0", marks=pytest.mark.slow),
-        pytest.param("kill@rename", marks=pytest.mark.slow),
-        pytest.param("kill@renamed", marks=pytest.mark.slow),
-        pytest.param("eio@save", marks=pytest.mark.slow),
-        pytest.param("enospc@save:fraction=0.5", marks=pytest.mark.slow),
+        *(f"kill@save:fraction={fraction},rank={rank}" for fraction, rank in ((0.5, 0), (0.1, 1), (0.9, 0))),
+        *("kill@rename", "kill@renamed", "eio@save", "enospc@save:fraction=0.5"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_finished_leaves_the_one_before(disturbed, undisturbed, fault):

@@ -49,6 +49,7 @@ def test_a_peer_that_does_not_come_into_the_world_is_named_and_replaced(disturbe
     run.check(undisturbed(), "stopped", "worker_died")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_before_its_first_world_is_replaced(disturbed, undisturbed):
     """No detector sees a world before all of its ranks have shown themselves: its agent does."""
     run = disturbed(PLANS["replicas"], "", *PATIENCE)

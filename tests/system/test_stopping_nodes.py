@@ -49,6 +49,7 @@ def test_a_spare_node_keeps_nobody_from_saving(nodes):
     assert store.committed(run.run_dir)[-1].step == run.steps()
 
 
+@pytest.mark.slow
 def test_survivors_that_wait_for_a_lost_node_save_what_they_have(nodes):
     nodes.start(*"ab")
     run = nodes.run.wait_for_step(4)

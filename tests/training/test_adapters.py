@@ -176,10 +176,8 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 QUICK = [
-    ("lora", "microbatch=8"),
     ("lora", "dp_shard=2,zero=3"),
-    ("rslora", "tp=2"),
-    ("dora", "dp_shard=2,zero=3"),
+    ("rslora", "microbatch=8"),
     ("dropout", "pp=2,recompute=full"),
     ("dropout", "cp=2"),
     ("dora dropout", "tp=2"),
@@ -190,6 +188,9 @@ QUICK = [
     ("nf4 experts", "ep=2,dp_shard=2,zero=3"),
 ]
 SLOW = [
+    ("lora", "microbatch=8"),
+    ("rslora", "tp=2"),
+    ("dora", "dp_shard=2,zero=3"),
     ("lora", "tp=2"),
     ("lora", "pp=2"),
     ("lora", "cp=2"),
