@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from commands import Folder
-
-LONG_S = 400.0
 
 
 def kill_jobs(folder: Path) -> None:
@@ -31,11 +27,3 @@ def kill_jobs(folder: Path) -> None:
 def runs(folder: Folder) -> dict[str, dict[str, Any]]:
     """Return what `argosy runs` says of each run, by its name."""
     return {run["id"]: run for run in folder.documents("runs")}
-
-
-def wait(is_so: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    until = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.2)

@@ -124,28 +124,38 @@ HIDES = "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last el
 @pytest.mark.parametrize(
     ("bad", "options", "said"),
     [
-        ({"messages": TALK}, ("--data.prepare.chat-template", "hides.jinja"), ("line 31: the chat template writes",)),
+        ({"messages": TALK}, ("--chat-template", "hides.jinja"), ("line 31: the chat template writes",)),
         ({"messages": TALK[1:]}, (), ("line 31: messages: message 0 is of the assistant", "roles in a wrong order")),
         ({"prompt": "1?", "completion": " "}, (), ("line 31", "says nothing: empty answer")),
-        ({**GOOD, "rejected": "2"}, ("--train.objective", "dpo"), ("line 31", "equal sides")),
+        ({**GOOD, "rejected": "2"}, ("--objective", "dpo"), ("line 31", "equal sides")),
         ("{", (), ("line 31, column 2", "broken JSON")),
     ],
     ids=["template", "roles", "empty", "equal", "broken"],
 )
 def test_a_bad_conversation_is_refused_by_its_line(
-    folder: Folder,
-    refused: Refused,
-    base: tuple[str, ...],
-    bad: object,
-    options: tuple[str, ...],
-    said: tuple[str, ...],
+    folder: Folder, refused: Refused, bad: object, options: tuple[str, ...], said: tuple[str, ...]
 ) -> None:
+    write_chats(folder, bad)
+    (folder.path / "hides.jinja").write_text(HIDES)
+    usual = ("--tokenizer", folder.corpus / "tokenizer.json", "--objective", "sft", "--chat-template", "chatml")
+    said = (f"argosy: {folder.path / 'chats.jsonl'}, ", *said, "leave such input out: --on-bad-input skip")
+    words = ("prepare", "chats.jsonl", "--out", "out", *usual, "--seq-len", "32", "--on-bad-input", "refuse")
+    refused(*words, *options, said=said)
+
+
+def write_chats(folder: Folder, bad: object) -> None:
+    """Write 31 conversations, of which the last is bad."""
     lines = [json.dumps(GOOD)] * 30 + [bad if isinstance(bad, str) else json.dumps(bad)]
     (folder.path / "chats.jsonl").write_text("\n".join(lines))
-    (folder.path / "hides.jinja").write_text(HIDES)
+
+
+def test_a_run_refuses_a_bad_conversation_with_its_own_key(
+    folder: Folder, refused: Refused, base: tuple[str, ...]
+) -> None:
+    write_chats(folder, "{")
     usual = ("--train.objective", "sft", "--data.prepare.chat-template", "chatml")
-    said = (f"argosy: {folder.path / 'chats.jsonl'}, ", *said, "leave such input out: --data.prepare.on-bad-input skip")
-    refused(*base, *usual, "--data.prepare.on-bad-input", "refuse", *options, said=said)
+    said = ("chats.jsonl, line 31, column 2", "leave such input out: --data.prepare.on-bad-input skip")
+    refused(*base, *usual, "--data.prepare.on-bad-input", "refuse", said=said)
 
 
 @pytest.mark.parametrize(

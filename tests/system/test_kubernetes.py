@@ -41,8 +41,7 @@ def run(folder: Folder, api: Cluster, monkeypatch: pytest.MonkeyPatch) -> Distur
 def launch(run: Disturbed, *options: str, code: int = 0, volume: str = "shared") -> str:
     where = ("--on", "kubernetes", "--nodes", "2", "--volume", f"{volume}:{run.folder.path}")
     words = ("launch", "run.toml", *where, "--image", "registry/argosy:1", "--launch.processes", "1")
-    give = run.folder.argosy_here if code else run.folder.argosy
-    return give(*words, *options, code=code)
+    return run.folder.argosy_here(*words, *options, code=code)
 
 
 def state(run: Disturbed) -> dict[str, Any]:
@@ -51,23 +50,24 @@ def state(run: Disturbed) -> dict[str, Any]:
 
 
 def wait(run: Disturbed, is_so: Callable[[], Any]) -> None:
-    wait_until(is_so, story=lambda: run.folder.argosy("logs", "runs/tiny"))
+    wait_until(is_so, story=lambda: run.folder.argosy_here("logs", "runs/tiny"))
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_is_launched_followed_stopped_and_launched_again(run, api, undisturbed, monkeypatch, again):
     """`again`: it is launched a second time too, and runs to its end."""
-    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.8")  # not at its end before a slow `stop` comes
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=2")  # not at its end before a slow `stop` comes
     assert "launched tiny on kubernetes: job tiny-" in launch(run, "--train.steps", "40")
     assert " on kubernetes is " in launch(run, code=2)
-    wait(run, lambda: run.steps() >= 4)
+    wait(run, lambda: run.steps() >= 1)
     (world,) = run.events("generation")
     assert set(world["ranks"]) == {"node-0/0", "node-1/0"}
     (lease,) = api.of_kind("Lease")
     assert lease["metadata"]["name"] == "argosy-tiny"
-    assert state(run)["state"] == "training" and state(run)["engine"] == "kubernetes"
-    run.folder.argosy("stop", "runs/tiny")
-    wait(run, lambda: state(run)["state"] == "stopped" and not api.of_kind("JobSet"))
+    found = state(run)
+    assert found["state"] == "training" and found["engine"] == "kubernetes"
+    run.folder.argosy_here("stop", "runs/tiny")
+    wait(run, lambda: not api.of_kind("JobSet") and state(run)["state"] == "stopped")
     assert not api.of_kind("Secret") and not api.of_kind("ConfigMap") and not api.of_kind("Pod")
     assert store.committed(run.run_dir)[-1].step == run.steps() < 40
     if not again:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from commands import Folder
-from launched_jobs import kill_jobs, runs, wait
+from launched_jobs import kill_jobs, runs
 from ports import free_port
+from waiting import wait_until
 
 PACED = "slow@batch:seconds=0.5"
 """What is waited for must come before the run's end."""
@@ -67,31 +68,37 @@ def test_what_servers_cannot_use_is_refused_and_nothing_is_started(
     refused("launch", "run.toml", said=(said,))
 
 
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_servers_and_workers_are_launched_followed_stopped_and_launched_again(
-    folder: Folder, ended: None, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, ended: None, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
+    """`again`: they are launched a second time too, and run to their end."""
     path = write(folder, 'server_launch = [{ on = "local" }]', servers=1)
     monkeypatch.setenv("ARGOSY_FAULTS", PACED)
     said = folder.argosy_here("launch", "run.toml")
     assert "launched tiny-server-1 on local" in said and "launched tiny-B on local" in said
-    wait(lambda: (path / "ledger.jsonl").exists() and len((path / "ledger.jsonl").read_text().splitlines()) >= 2)
+    wait_until(lambda: (path / "ledger.jsonl").exists() and len((path / "ledger.jsonl").read_text().splitlines()) >= 2)
     assert "its job" in folder.argosy_here("launch", "run.toml", code=2)
     found = runs(folder)
     assert {name: run["state"] for name, run in found.items()} == dict.fromkeys(
         ("tiny", "tiny/sites/A", "tiny/sites/B", "tiny/sites/server-1"), "training"
     )
     folder.argosy_here("stop", "runs/tiny")
-    wait(lambda: all(run["state"] not in ("training", "running") for run in runs(folder).values()))
+    wait_until(lambda: all(run["state"] not in ("training", "running") for run in runs(folder).values()))
     assert runs(folder)["tiny/sites/server-1"]["state"] == "stopped"
-    monkeypatch.delenv("ARGOSY_FAULTS")
-    folder.argosy_here("launch", "run.toml")
-    log = folder.argosy("logs", "runs/tiny", "-f")
+    log = folder.argosy_here("logs", "runs/tiny")
     assert "server-1 | " in log and "A | " in log and "B | " in log
-    assert {name: run["state"] for name, run in runs(folder).items()}["tiny/sites/server-1"] == "finished"
+    if again:
+        monkeypatch.delenv("ARGOSY_FAULTS")
+        folder.argosy_here("launch", "run.toml")
+        assert "server-1 | " in folder.argosy("logs", "runs/tiny", "-f")
+        assert runs(folder)["tiny/sites/server-1"]["state"] == "finished"
     updates = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
-    assert sorted(line["item"] for line in updates) == list(range(40))
+    assert [line["update"] for line in updates] == list(range(len(updates)))
+    if again:
+        assert sorted(line["item"] for line in updates) == list(range(40))
     assert "perplexity" in folder.argosy_here("evaluate", "runs/tiny", "--max-tokens", 2000)
     assert folder.argosy_here("generate", "runs/tiny", "--prompt", "def ", "--max-tokens", 8, "--json")
     folder.argosy_here("checkpoint", "export", "runs/tiny", "--out", "exported")
     assert (folder.path / "exported/model.safetensors").exists()
-    assert "step-00000040" in folder.argosy_here("checkpoint", "list", "runs/tiny")
+    assert f"step-{len(updates):08}" in folder.argosy_here("checkpoint", "list", "runs/tiny")

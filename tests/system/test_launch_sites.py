@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from commands import Folder
-from launched_jobs import kill_jobs, runs, wait
+from launched_jobs import kill_jobs, runs
 from several_sites import SitesOfARun
 from ssh import WHERE_FROM, Hosts, hosts, is_installed
+from waiting import wait_until
 
 
 def write(folder: Folder, first: str, second: str, **keys: Any) -> SitesOfARun:
@@ -75,13 +76,13 @@ def test_sites_on_this_machine_are_launched_followed_stopped_and_launched_again(
     said = folder.argosy("launch", "run.toml")
     assert "launched tiny-A on local" in said and "launched tiny-B on local" in said
     assert "its job" in folder.argosy_here("launch", "run.toml", code=2)
-    wait(lambda: len(run.ledger("B").lines) >= 2)
+    wait_until(lambda: len(run.ledger("B").lines) >= 2)
     assert {name: found["state"] for name, found in runs(folder).items()} == {
         "tiny/sites/A": "training",
         "tiny/sites/B": "training",
     }
     folder.argosy("stop", "runs/tiny")
-    wait(lambda: all(found["state"] == "stopped" for found in runs(folder).values()))
+    wait_until(lambda: all(found["state"] == "stopped" for found in runs(folder).values()))
     run.go()
     folder.argosy("launch", "run.toml")
     log = folder.argosy("logs", "runs/tiny", "-f")
@@ -110,7 +111,7 @@ def test_a_site_on_hosts_and_one_behind_a_login(
         assert (there / "runs/tiny/.secret").read_text() == (folder.path / "runs/tiny/.secret").read_text()
         log = folder.argosy("logs", "runs/tiny", "-f")
         assert "A | " in log and "B | " in log
-        wait(lambda: runs(folder)["tiny/sites/B"]["state"] == "ended")
+        wait_until(lambda: runs(folder)["tiny/sites/B"]["state"] == "ended")
         assert "finished" in runs(folder)["tiny/sites/B"]["why"]
         assert runs(folder)["tiny/sites/A"]["state"] == "finished"
         assert (there / "runs/tiny/sites/B/ledger.jsonl").read_text() == (run.path("A") / "ledger.jsonl").read_text()

@@ -27,7 +27,7 @@ class Terminal:
         self.emulator = Emulator(columns)
         self._main, end = pty.openpty()
         self._resize(columns)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **variables}
+        environment = {**os.environ, "TERM": "xterm-256color", **variables}
         environment.pop("COLUMNS", None)
         command = [sys.executable, "-m", "argosy", *map(str, words)]
         self.process = subprocess.Popen(
@@ -85,8 +85,9 @@ def test_a_panel_lives_through_the_death_of_a_worker_and_leaves_nothing_when_it_
     assert emulator.column == 0 and emulator.row == len(emulator.lines) - 1  # the prompt will stand below the panel
 
 
+@pytest.mark.slow
 def test_no_panel_in_a_terminal_that_cannot_show_one(folder, in_terminal):
-    folder.write_run(steps=4)
+    folder.write_run(steps=4, processes=1)
     terminal = in_terminal("train", "run.toml", TERM="dumb")
     terminal.waits(lambda shown: "next:" in shown)
     printed = "\n".join(terminal.emulator.lines)  # the status and the report have pushed steps off the screen
@@ -95,7 +96,7 @@ def test_no_panel_in_a_terminal_that_cannot_show_one(folder, in_terminal):
 
 
 def test_the_report_stands_below_the_last_step(folder, in_terminal):
-    folder.write_run(steps=4)
+    folder.write_run(steps=4, processes=1)
     terminal = in_terminal("train", "run.toml")
     terminal.waits(lambda shown: "next:" in shown)
     assert terminal.process.wait(10) == 0

@@ -47,7 +47,7 @@ def test_a_small_text_is_prepared_there(texts: Folder) -> None:
     words = ("prepare", "a.txt", "--vocab-size", "300", "--validation-fraction", "0")
     said = texts.argosy(*words, "--out", "out", *ON_SLURM)
     assert "out: 1 document from 1 file" in said
-    texts.argosy(*words, "--out", "local")
+    texts.argosy_here(*words, "--out", "local")
     assert contents(texts.path / "out") == contents(texts.path / "local")
 
 
@@ -80,8 +80,8 @@ def test_the_bytes_are_those_of_one_machine_whatever_is_killed(texts: Folder, cl
 
 
 def test_what_slurm_refuses_is_said_and_leaves_nothing(texts: Folder) -> None:
-    refused = texts.argosy(*WORDS, "--out", "out", *ON_SLURM, "--partition", "fast", code=2)
+    refused = texts.argosy_here(*WORDS, "--out", "out", *ON_SLURM, "--partition", "fast", code=2)
     assert "sbatch refuses" in refused and "invalid partition" in refused
-    refused = texts.argosy(*WORDS, "--out", "out", "--on", "slurm", code=2)
+    refused = texts.argosy_here(*WORDS, "--out", "out", "--on", "slurm", code=2)
     assert "--processes 0: with --on slurm, say how many workers to start" in refused
     assert not (texts.path / "out").exists()

@@ -79,10 +79,8 @@ def simulated(run_dir: Path, names: str, steps: int, h: int, lr: float, momentum
     return agreed
 
 
-@pytest.mark.parametrize(
-    ("word", "lr", "momentum"),
-    [("diloco", 0.7, 0.9), pytest.param("local", 1.0, 0.0, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("word", "lr", "momentum"), [("diloco", 0.7, 0.9), ("local", 1.0, 0.0)])
 def test_sites_come_to_the_weights_of_a_simulation_in_one_process(
     folder: Folder, word: str, lr: float, momentum: float
 ) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -67,26 +66,20 @@ def job(folder: Folder, cluster: Slurm, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_srun_starts_a_run_on_its_nodes(job, undisturbed):
-    run = job(2).start().end()
-    (world,) = run.events("generation")
-    assert set(world["ranks"]) == {"n1/0", "n2/0"}
-    run.check(undisturbed(PLANS["replicas"]))
-
-
 def test_slurm_reads_the_topology_that_the_planner_writes(cluster):
     shown = cluster.ask("scontrol", "show", "topology")
     leaves = re.findall(r"SwitchName=(\S+) Level=0 \S+ Nodes=(\S+)", shown)
     assert leaves == [("leaf0", "n1,n2"), ("leaf1", "n3")]
 
 
-def test_ranks_are_where_a_rank_map_says(job, folder, cluster):
+def test_srun_starts_a_run_on_its_nodes_and_ranks_are_where_a_rank_map_says(job, folder, cluster, undisturbed):
     """Whether the coordinator deals them out, or SLURM has done so."""
     ranks = folder.path / "ranks.txt"
     ranks.write_text("n3\nn1\n")
     run = job(2, "--launch.rank-map", str(ranks), srun=("--nodelist=n1,n3",)).start().end()
     (world,) = run.events("generation")
     assert world["ranks"] == {"n3/0": 0, "n1/0": 1}
+    run.check(undisturbed(PLANS["replicas"]))
     hosts = {**os.environ, **cluster.environment, "SLURM_HOSTFILE": str(ranks)}
     words = ("srun", "-n2", "--distribution=arbitrary", "sh", "-c", "echo $SLURM_PROCID $SLURMD_NODENAME")
     dealt = subprocess.run(words, env=hosts, check=True, capture_output=True, text=True, timeout=PATIENT_S).stdout
@@ -98,6 +91,8 @@ def test_a_signal_that_slurm_sends_before_the_end_saves(job, cluster):
     (step,) = cluster.ask("squeue", "--steps", "-h", "-o", "%i").split()
     cluster.ask("scancel", "--signal=USR1", step)
     run.end(code=138)
+    (world,) = run.events("generation")
+    assert set(world["ranks"]) == {"n1/0", "n2/0"}
     assert store.committed(run.run_dir)[-1].step == run.steps()
 
 
@@ -110,6 +105,7 @@ def test_the_end_of_a_job_s_time_saves(job):
     assert store.committed(run.run_dir)[-1].step == run.steps()
 
 
+@pytest.mark.slow
 def test_several_tasks_on_a_node_are_refused(job):
     run = job(1, srun=("--ntasks=2", "--ntasks-per-node=2")).start().end(code=2)
     assert "srun has started 2 tasks on 1 node" in run.text and "--ntasks-per-node=1" in run.text
@@ -128,7 +124,7 @@ def launched(folder: Folder, cluster: Slurm, monkeypatch: pytest.MonkeyPatch) ->
 
 def launch(run: Disturbed, *options: str) -> str:
     words = ("launch", "run.toml", "--on", "slurm", "--nodes", "2", "--cpus-per-node", "1", *HERE)
-    return run.folder.argosy(*words, *options)
+    return run.folder.argosy_here(*words, *options)
 
 
 def state(run: Disturbed) -> dict[str, Any]:
@@ -136,27 +132,25 @@ def state(run: Disturbed) -> dict[str, Any]:
     return found
 
 
-def wait_for(run: Disturbed, *states: str, seconds: float = 90) -> None:
+def wait_for(run: Disturbed, *states: str, seconds: float = PATIENT_S) -> None:
     wait_until(lambda: state(run)["state"] in states, seconds, story=lambda: (state(run), log(run)))
 
 
 def log(run: Disturbed) -> str:
-    return run.folder.argosy("logs", "runs/tiny")
+    return run.folder.argosy_here("logs", "runs/tiny")
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_is_launched_followed_stopped_and_launched_again(launched, undisturbed, monkeypatch, again):
     """`again`: it is launched a second time too, and runs to its end."""
-    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.2")
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=2")  # not at its end before a slow `stop` comes
     assert "launched tiny on slurm: job " in launch(launched, "--train.steps", "40")
     refused = launched.folder.argosy_here("launch", "run.toml", "--on", "slurm", code=2)
     assert re.search(r"its job \d+ on slurm is (waiting|running)", refused) and "argosy stop" in refused
-    end = time.monotonic() + 60
-    while launched.steps() < 4:
-        assert time.monotonic() < end, log(launched)
-        time.sleep(0.2)
-    assert state(launched)["state"] == "training" and state(launched)["engine"] == "slurm"
-    launched.folder.argosy("stop", "runs/tiny")
+    wait_until(lambda: launched.steps() >= 1, story=lambda: log(launched))
+    found = state(launched)
+    assert found["state"] == "training" and found["engine"] == "slurm"
+    launched.folder.argosy_here("stop", "runs/tiny")
     wait_for(launched, "stopped")
     assert store.committed(launched.run_dir)[-1].step == launched.steps() < 40
     if not again:
@@ -275,10 +269,7 @@ def test_a_folder_of_any_name_is_launched_into(launched, cluster):
     assert state(launched)["state"] == "waiting" and state(launched)["id"] == name
     cluster.ask("scontrol", "update", f"JobId={state(launched)['job']}", "StartTime=now")
     log = launched.folder.path / "runs" / name / "launch" / f"slurm-{state(launched)['job']}.out"
-    end = time.monotonic() + 60
-    while not log.exists():
-        assert time.monotonic() < end, state(launched)
-        time.sleep(0.2)
+    wait_until(log.exists, story=lambda: state(launched))
 
 
 def test_a_job_that_is_stopped_while_it_waits_has_nothing_to_save_and_no_log(launched):
@@ -286,8 +277,9 @@ def test_a_job_that_is_stopped_while_it_waits_has_nothing_to_save_and_no_log(lau
     said = launched.folder.argosy_here("stop", "runs/tiny")
     assert "is taken out of the queue" in said and "saves" not in said
     wait_for(launched, "ended")
-    assert "argosy logs" not in state(launched)["why"] and "cancelled" in state(launched)["why"]
-    assert "nothing was printed: ended cancelled" in launched.folder.argosy("logs", "runs/tiny")
+    why = state(launched)["why"]
+    assert "argosy logs" not in why and "cancelled" in why
+    assert "nothing was printed: ended cancelled" in log(launched)
     refused = launched.folder.argosy_here("launch", "run.toml", "--on", "slurm", "--launch.nodes", "3", code=2)
     assert "launch.nodes = 3, and --nodes 1. Give --nodes 3 or more" in refused
 

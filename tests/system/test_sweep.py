@@ -48,7 +48,7 @@ def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweepi
     assert (sweep / "trials.svg").read_text().count("<circle") == 4
     assert f"lr = {found['trials'][found['best']]['values']['optimizer.lr']}" in (sweep / "best.toml").read_text()
     assert re.search(r"0000 +finished +step 10 +local", folder.argosy_here("runs", "sweeps/lr"))
-    assert "done: 10 steps" in folder.argosy("logs", "sweeps/lr/0001")
+    assert "done: 10 steps" in folder.argosy_here("logs", "sweeps/lr/0001")
 
 
 @pytest.mark.slow

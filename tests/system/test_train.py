@@ -61,7 +61,7 @@ class Finished:
 
 
 def test_a_run_goes_on_when_the_reader_of_its_output_does_not(folder):
-    folder.write_run()
+    folder.write_run(processes=1)
     with folder.start("train", "run.toml") as process:
         process.stdout.close()
         process.stderr.close()
@@ -73,8 +73,9 @@ def test_a_run_goes_on_when_the_reader_of_its_output_does_not(folder):
     assert [text.count("nobody reads") for text in logs if "10/10" in text] == [1]
 
 
+@pytest.mark.slow
 def test_a_run_without_standard_streams_trains(folder):
-    folder.write_run()
+    folder.write_run(processes=1)
     command = f"{sys.executable} -m argosy train run.toml <&- >&- 2>&-"
     done = subprocess.run(["bash", "-c", command], cwd=folder.path, check=False)
     assert done.returncode == 0

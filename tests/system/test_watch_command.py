@@ -59,7 +59,8 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_end(folder: Folder, wa
     (folder.path / "runs").mkdir()
     address = watch()
     assert answer(address, "/api/runs") == []
-    run = folder.start("train", folder.write_run(steps=120, every_steps=40))
+    slow = "slow@forward:seconds=0.1"  # it is seen before its end
+    run = folder.start("train", folder.write_run(steps=30, every_steps=10), ARGOSY_FAULTS=slow)
     try:
         growing = wait_until(lambda: [found for found in answer(address, "/api/runs") if (found["step"] or 0) > 5])
         assert (growing[0]["id"], growing[0]["state"], growing[0]["devices"]) == ("tiny", "training", 2)
@@ -67,7 +68,7 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_end(folder: Folder, wa
     finally:
         run.communicate(timeout=PATIENT_S)
     assert run.returncode == 0
-    assert done[0]["step"] == done[0]["steps"] == 120
+    assert done[0]["step"] == done[0]["steps"] == 30
     lines = [json.loads(line) for line in (folder.path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     series = answer(address, "/api/runs/tiny/series?keys=loss")
     assert series["keys"]["loss"]["mean"] == [line["loss"] for line in lines if "loss" in line]
@@ -121,7 +122,7 @@ def test_a_port_that_is_taken_is_passed_over_unless_it_was_asked_for(folder: Fol
     Made(steps=3).write(folder.path / "runs" / "demo")
     ports = [urllib.parse.urlsplit(watch()).port for _ in range(2)]
     assert ports[0] != ports[1]
-    text = folder.argosy("watch", "--port", ports[0], code=2)
+    text = folder.argosy_here("watch", "--port", ports[0], code=2)
     assert f"--port {ports[0]}: another program listens there" in text
 
 
