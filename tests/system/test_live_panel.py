@@ -18,6 +18,7 @@ import pytest
 
 from commands import Folder
 from emulator import Emulator
+from waiting import PATIENT_S, wait_until
 
 
 class Terminal:
@@ -46,13 +47,12 @@ class Terminal:
         except OSError:  # its last process has ended
             pass
 
-    def waits(self, holds: Callable[[str], bool], seconds: float = 60) -> str:
+    def waits(self, holds: Callable[[str], bool]) -> str:
         """Wait until what is to be seen is as it should be; return it."""
-        deadline = time.monotonic() + seconds
-        while not holds(shown := "\n".join(self.emulator.screen)):
-            assert time.monotonic() < deadline, shown
-            time.sleep(0.05)
-        return shown
+        return wait_until(lambda: shown if holds(shown := self.shown()) else "", story=self.shown)
+
+    def shown(self) -> str:
+        return "\n".join(self.emulator.screen)
 
 
 @pytest.fixture
@@ -92,13 +92,13 @@ def test_no_panel_in_a_terminal_that_cannot_show_one(folder, in_terminal):
     terminal.waits(lambda shown: "next:" in shown)
     printed = "\n".join(terminal.emulator.lines)  # the status and the report have pushed steps off the screen
     assert "step     4/4" in printed and "█" not in printed
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(PATIENT_S) == 0
 
 
 def test_the_report_stands_below_the_last_step(folder, in_terminal):
     folder.write_run(steps=4, processes=1)
     terminal = in_terminal("train", "run.toml")
     terminal.waits(lambda shown: "next:" in shown)
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(PATIENT_S) == 0
     lines = [line for line in terminal.emulator.lines if line.startswith((" step     4/4", "done:", "next:"))]
     assert [line.split()[0] for line in lines] == ["step", "done:", "next:"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 
 import pytest
 
 from argosy.observe.events import read_lines
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -22,10 +22,7 @@ def training(folder):
         options = ("--evaluate.every_steps", "0", "--resilience.hang_s", "6")
         begun.append(folder.start("train", "run.toml", "--run-dir", "run", *options, **variables))
         metrics = folder.path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert time.monotonic() < deadline and begun[-1].poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size, process=begun[-1])
 
     yield start
     for process in begun:
@@ -51,10 +48,7 @@ def test_the_stacks_of_all_ranks_are_shown_and_one_that_is_stopped_is_named(fold
     by_rank = {worker["rank"]: worker for answer in answers for worker in answer["workers"]}
     assert "argosy/" in by_rank[0]["stack"] and "is stopped" in by_rank[1]["problem"]
     made = len(read_lines(folder.path / "run" / "metrics.jsonl"))
-    deadline = time.monotonic() + 5
-    while len(read_lines(folder.path / "run" / "metrics.jsonl")) <= made:  # it trains on
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(read_lines(folder.path / "run" / "metrics.jsonl")) > made)  # it trains on
 
 
 @pytest.mark.parametrize(
@@ -72,10 +66,7 @@ def test_what_has_no_stacks_is_said(folder, refused, name, said):
 def test_a_world_that_hangs_is_written_down_before_it_ends(folder, training):
     training(ARGOSY_FAULTS="hang@exchange:step=30,rank=1")
     events = folder.path / "run" / "events" / "launcher.jsonl"
-    deadline = time.monotonic() + 90
-    while not (found := [e for e in read_lines(events) if e["event"] == "stacks"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    found = wait_until(lambda: [e for e in read_lines(events) if e["event"] == "stacks"])
     (answer,) = (json.loads(path.read_text()) for path in (folder.path / "run" / "stacks").glob("hang-*/*.json"))
     assert found[0]["generation"] == 1 and {worker["rank"] for worker in answer["workers"]} == {0, 1}
     assert all("stack" in worker and worker["collectives"] for worker in answer["workers"])
