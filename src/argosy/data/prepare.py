@@ -30,11 +30,11 @@ from argosy.data.filters import Filters, absolute, key_maker, list_checksums, pa
 from argosy.data.manifest import BEGIN_OPTION, NAMES_KEPT, TOKENIZER, Manifest, RowFormat, Shard, SplitName
 from argosy.data.packing import Packer
 from argosy.data.shards import token_dtype
-from argosy.data.sources import RECORDS, InputFile, checksums_of, find_files
+from argosy.data.sources import RECORDS, Input, InputFile, checksums_of, find_files
 from argosy.data.tokenizer import Tokenizer, choose_engine, tokenizer_file, train, usage_of
 from argosy.data.work import LOGS, WORK_FOLDER, PrepareTask, WorkFolder
 from argosy.data.worker import DUPLICATES_OUTPUT, KEYS_OUTPUT, TOKENS_OUTPUT, WORKER_VARIABLE, PrepareJob, Stages
-from argosy.engines.engine import ProgramJob
+from argosy.engines.engine import Engine, ProgramJob
 from argosy.engines.table import engine_for_programs
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.extend.loading import approve, environment
@@ -93,11 +93,8 @@ def prepare(
     options = _options(config, extend)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options, extend)
-    engine = engine_for_programs("workers of `prepare`", machines, WORKER_OPTIONS)
-    wanted = _workers_wanted(config, machines)
-    _check_filters(config.filters)
     # Before `out` is created: wrong input leaves nothing behind.
-    found = find_files(config.input, config.extensions, extend.code, config.fields)
+    engine, wanted, found = _checked(config, extend, machines)
     with _writing(config.out) as kept:
         if _is_prepared(config.out):  # another process prepared it, while this one waited
             return _load_prepared(config.out, options, extend)
@@ -239,10 +236,7 @@ def would_prepare(config: PrepareConfig, extend: ExtendConfig, machines: LaunchO
     if _is_prepared(config.out):
         _load_prepared(config.out, options, extend)
         return []
-    engine_for_programs("workers of `prepare`", machines, WORKER_OPTIONS)
-    wanted = _workers_wanted(config, machines)
-    _check_filters(config.filters)
-    found = find_files(config.input, config.extensions, extend.code, config.fields)
+    _, wanted, found = _checked(config, extend, machines)
     size = _total_text_bytes(found.files, config)
     text = "" if size is None else f", {size / 1e6:.1f} MB of text"
     pieces = len(cut_input(found.files, DOCUMENTS_PIECE_BYTES))
@@ -251,6 +245,14 @@ def would_prepare(config: PrepareConfig, extend: ExtendConfig, machines: LaunchO
         "train no tokenizer" if config.tokenizer else f"train a tokenizer of {config.vocab_size} tokens on them",
         f"tokenize them with {max(1, min(wanted, pieces))} workers ({machines.on}) into {config.out}",
     ]
+
+
+def _checked(config: PrepareConfig, extend: ExtendConfig, machines: LaunchOptions) -> tuple[Engine, int, Input]:
+    """Return the engine, how many workers are wanted, and the input. Raises: UserError if one of them is wrong."""
+    engine = engine_for_programs("workers of `prepare`", machines, WORKER_OPTIONS)
+    wanted = _workers_wanted(config, machines)
+    _check_filters(config.filters)
+    return engine, wanted, find_files(config.input, config.extensions, extend.code, config.fields)
 
 
 def _workers_wanted(config: PrepareConfig, machines: LaunchOptions) -> int:

@@ -206,14 +206,19 @@ class ShardReader:
                     f"{where} does not match its checksum (expected {expected:08x}, found {found:08x}): the file "
                     "was changed or the disk is failing. Restore the file, or prepare the data again: argosy prepare"
                 )
-        low, high = range_of_ids(tokens, self._has_marks)
-        if low < 0 or high >= self._vocab_size:
-            raise DataError(
-                f"{where} holds token {low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. "
-                "The shard was made with another tokenizer: prepare the data again with this one."
-            )
+        check_ids(where, tokens, self._vocab_size, self._has_marks)
         self._checked[block] = 1
         self._unchecked -= 1
+
+
+def check_ids(where: str, words: Tokens, vocab_size: int, has_marks: bool) -> None:
+    """Raise DataError if one of the words, which lie at `where`, is no token of the vocabulary."""
+    low, high = range_of_ids(words, has_marks)
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"{where} holds token {low if low < 0 else high}, but the vocabulary has {vocab_size} tokens. The shard "
+            "was made with another tokenizer: prepare the data again with this one."
+        )
 
 
 def range_of_ids(words: Tokens, has_marks: bool) -> tuple[int, int]:
@@ -260,13 +265,15 @@ class TokenSource:
     """
 
     def __init__(self, folder: Path | str, split: SplitName = "train", check_shards: bool = True):
-        self.folder, self.split = Path(folder), split
-        self.name = str(self.folder)
-        """Its name for the user: the folder, or a URL."""
-        self.manifest = Manifest.load(self.folder, check_shards)
-        self._shards = [shard for shard in self.manifest.splits.get(split, ()) if shard.tokens]
-        self._starts = [0, *accumulate(shard.tokens for shard in self._shards)]
+        self._open_split(Path(folder), str(Path(folder)), Manifest.load(Path(folder), check_shards), split)
         self._reader = lru_cache(OPEN_SHARDS)(self._open)
+
+    def _open_split(self, folder: Path, name: str, manifest: Manifest, split: SplitName) -> None:
+        self.folder, self.manifest, self.split = folder, manifest, split
+        self.name = name
+        """Its name for the user: the folder, or a URL."""
+        self._shards = [shard for shard in manifest.splits.get(split, ()) if shard.tokens]
+        self._starts = [0, *accumulate(shard.tokens for shard in self._shards)]
 
     def __len__(self) -> int:
         """Tokens in the split, ends of documents included."""

@@ -271,10 +271,9 @@ class DealtItems:
         """Count a worker's gradient as the next update; None if what it was dealt has been taken back."""
         if lease in self.committed:
             return self.committed[lease]
-        mine = self.out.get(site)
-        if mine is None or mine.name != lease:
+        mine = self._ended(site, lease)
+        if mine is None:
             return None
-        del self.out[site]
         update = AppliedUpdate(self.version, mine.item, site, mine.version)
         self.done[mine.item] = update
         self.committed = {name: one for name, one in self.committed.items() if one.site != site} | {lease: update}
@@ -282,12 +281,16 @@ class DealtItems:
 
     def skip(self, site: str, lease: str) -> int | None:
         """Make no update from a worker's item, now or later; returns it, None if it was taken back."""
-        mine = self.out.get(site)
-        if mine is None or mine.name != lease:
+        mine = self._ended(site, lease)
+        if mine is None:
             return None
-        del self.out[site]
         self.skipped.add(mine.item)
         return mine.item
+
+    def _ended(self, site: str, lease: str) -> DealtItem | None:
+        """Take from a worker what it was dealt under a lease; None if that has been taken back."""
+        mine = self.out.get(site)
+        return self.out.pop(site) if mine is not None and mine.name == lease else None
 
     def _items(self) -> Iterator[int]:
         """Return the items that are neither done nor skipped, in order."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from argosy.data.manifest import CHECKSUM_BLOCK_BYTES, Shard, SplitName
 from argosy.data.order import I64
-from argosy.data.shards import I32, TokenSource, range_of_ids
+from argosy.data.shards import I32, TokenSource, check_ids
 from argosy.data.stores.cache import Cache, block_key
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import is_url
@@ -110,24 +110,16 @@ class StoreShard:
         return data[offset : offset + length]
 
     def _check_ids(self, block: int, data: bytes) -> None:
-        tokens = np.frombuffer(data, self._dtype)
-        low, high = range_of_ids(tokens, self._has_marks)
-        if low < 0 or high >= self._vocab_size:
-            raise DataError(
-                f"{self._folder.url}/{self.shard.name}.bin: the block at byte {block * CHECKSUM_BLOCK_BYTES} holds "
-                f"token {low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. The shard was "
-                "made with another tokenizer: prepare the data again with this one."
-            )
+        where = f"{self._folder.url}/{self.shard.name}.bin: the block at byte {block * CHECKSUM_BLOCK_BYTES}"
+        check_ids(where, np.frombuffer(data, self._dtype), self._vocab_size, self._has_marks)
 
 
 class StoreSource(TokenSource):
     """A split of the prepared folder at a URL. It reads the same tokens as a `TokenSource` of a copy of the folder."""
 
     def __init__(self, folder: StoreFolder, split: SplitName = "train"):
-        self.store_folder, self.folder, self.name, self.split = folder, folder.local, folder.url, split
-        self.manifest = folder.manifest
-        self._shards = [shard for shard in self.manifest.splits.get(split, ()) if shard.tokens]
-        self._starts = [0, *accumulate(shard.tokens for shard in self._shards)]
+        self._open_split(folder.local, folder.url, folder.manifest, split)
+        self.store_folder = folder
         self._held = threading.local()
         self._shard = lru_cache(None)(self._open_shard)
         self._itemsize = np.dtype(self.manifest.dtype).itemsize

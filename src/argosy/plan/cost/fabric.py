@@ -134,8 +134,7 @@ class Fabric:
 
     def placed(self, plans: Layouts, chosen: Sequence[Arrangement], rows: NDArray[np.int64]) -> Fabric:
         """Return the network with these plans on it, each placed by the arrangement of its row in `chosen`."""
-        bounds = self._bounds_of(plans)
-        sizes = [bounds[i + 1] // bounds[i] for i in range(3)]
+        bounds, sizes = self._bounds_of(plans), self.sizes_of(plans)
         orders = np.array([one.order for one in chosen])[rows]
         inner = _IS_INNER[orders]
         starts = [
@@ -150,9 +149,13 @@ class Fabric:
 
     def parts_of(self, plans: Layouts) -> NDArray[np.int64]:
         """Return how many of `RANK_PARTS` have more than one rank beyond a node; with circuits, use nodes'."""
-        bounds = self._bounds_of(plans)
-        many = sum((bounds[i + 1] > bounds[i]).astype(np.int64) for i in range(3))
+        many = sum((size > 1).astype(np.int64) for size in self.sizes_of(plans))
         return np.asarray(many + bool(self.topology.circuits))
+
+    def sizes_of(self, plans: Layouts) -> list[NDArray[np.int64]]:
+        """Return the sizes of `RANK_PARTS`, in units of the ranks that stay together."""
+        bounds = self._bounds_of(plans)
+        return [bounds[i + 1] // bounds[i] for i in range(3)]
 
     def _bounds_of(self, plans: Layouts) -> list[NDArray[np.int64]]:
         ends = plans.tp * plans.cp * plans.dp_shard, plans.tp * plans.cp * plans.dp, plans.world_size

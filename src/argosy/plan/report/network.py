@@ -112,7 +112,7 @@ def network_report(costs: CostModel, plan: Plan) -> NetworkReport | None:
     way = placed.ways[int(placed.rows[0])]
     model = costs.step_model(rows)
     assert model.rates.fabric is not None
-    sizes = _sizes(fabric, plan)
+    sizes = [int(size[0]) for size in fabric.sizes_of(rows)]
     in_order = replace(costs, is_in_order=True)
     return NetworkReport(
         kind=fabric.topology.kind,
@@ -126,16 +126,6 @@ def network_report(costs: CostModel, plan: Plan) -> NetworkReport | None:
         in_order_step_s=in_order.step_s(plan),
         axes=tuple(_axes(model, plan, model.rates.fabric)),
     )
-
-
-def _sizes(fabric: Fabric, plan: Plan) -> list[int]:
-    """Return the sizes of `RANK_PARTS`, in units of the ranks that stay together."""
-    ends = plan.tp * plan.cp * plan.dp_shard, plan.tp * plan.cp * plan.dp, plan.world_size
-    found, before = [], fabric.unit
-    for end in ends:
-        found.append(max(end, before) // before)
-        before = max(end, before)
-    return found
 
 
 def _axes(model: StepModel, plan: Plan, fabric: Fabric) -> list[AxisOnNetwork]:
