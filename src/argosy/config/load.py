@@ -7,10 +7,10 @@ of a run preset's values say nothing of a run that is given something else.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -136,11 +136,16 @@ def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Setting] =
     return config
 
 
-def build_file(schema: type[SectionT], path: Path) -> SectionT:
-    """Read a file that has the keys of `schema`. Raises: UserError that names every wrong key, with its line."""
+def build_file(schema: type[SectionT], path: Path, settle: Callable[[dict[str, Any]], None] | None = None) -> SectionT:
+    """Read a file that has the keys of `schema`; `settle` may change what it says before that is checked.
+
+    Raises: UserError that names every wrong key, with its line.
+    """
     table, lines = read_toml(path)
     if not table:
         raise UserError(f"{path}: has no keys. Give it what it needs of {', '.join(schema.model_fields)}.")
+    if settle is not None:
+        settle(table)
     return build(schema, table_layer(table, schema, Source(str(path), lines)))
 
 

@@ -25,6 +25,7 @@ from argosy.plan.hardware.devices import (
     check_power,
     check_sent,
     find_device,
+    settle_device,
 )
 from argosy.plan.hardware.technology import RETICLE_MM2, logic_nodes, memory_generations
 
@@ -291,4 +292,10 @@ class DesignSpace(Section):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a space from a file. Raises: UserError that names every wrong key, with its line."""
-        return build_file(cls, path)
+        folder = path.absolute().parent
+
+        def settle(table: dict[str, Any]) -> None:
+            for section, key in (("device", "base"), ("speedup", "before"), ("speedup", "after")):
+                settle_device(table.get(section), key, folder)
+
+        return build_file(cls, path, settle)

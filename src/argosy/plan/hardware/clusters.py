@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -48,7 +48,7 @@ from argosy.config.load import build
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.plan.hardware.devices import Device, device_names, find_device, is_path
+from argosy.plan.hardware.devices import Device, device_names, find_device, is_path, settle_device
 from argosy.plan.hardware.measurements import Measurements
 from argosy.plan.hardware.topology import Topology, hosts_of
 
@@ -391,19 +391,13 @@ class Cluster(Section):
         if not isinstance(groups := table.get("groups"), list):
             raise UserError(f'{path}: no [[groups]] of nodes; e.g. device = "h100", nodes = 4.')
         for group in groups:
-            _settle_device(group, path.absolute().parent)
+            settle_device(group, "device", path.absolute().parent)
         return build(cls, table_layer(table, cls, Source(str(path), lines)))
 
     def save(self, path: Path) -> None:
         """Write the cluster's file, atomically; a device that is not in the catalogue is written in full."""
         with atomic_write(path) as file:
             file.write(dump(self).encode())
-
-
-def _settle_device(group: Any, folder: Path) -> None:
-    """Make the path of a device's file relative to the cluster's file."""
-    if isinstance(group, dict) and isinstance(device := group.get("device"), str) and is_path(device):
-        group["device"] = str(folder / Path(device).expanduser())
 
 
 def _group(count: str, per_node: str | None, device_name: str, *, text: str, device: Device | None = None) -> NodeGroup:
