@@ -149,7 +149,8 @@ class Fabric:
 
     def parts_of(self, plans: Layouts) -> NDArray[np.int64]:
         """Return how many of `RANK_PARTS` have more than one rank beyond a node; with circuits, use nodes'."""
-        many = sum((size > 1).astype(np.int64) for size in self.sizes_of(plans))
+        bounds = self._bounds_of(plans)
+        many = sum((bounds[i + 1] > bounds[i]).astype(np.int64) for i in range(3))
         return np.asarray(many + bool(self.topology.circuits))
 
     def sizes_of(self, plans: Layouts) -> list[NDArray[np.int64]]:
