@@ -1,9 +1,8 @@
 """The catalogue of devices: the speed, power and price of each, with the source of each figure.
 
-Each device has a TOML file in `config/presets/devices`; a path to a file with the same keys adds one, and `argosy
-config device` writes such a file from a data sheet. Rates are dense, with fp32 accumulation, and from the
-specification; `matmul_efficiency` is the share of them that a large matmul reaches. `assumed` names the figures that
-nobody has published: a prediction that rests on them deserves a wider interval.
+Each device has a TOML file in `config/presets/devices`; `argosy config device` writes one from a data sheet. Rates are
+dense, with fp32 accumulation, and specified; `matmul_efficiency` is the share of them that a large matmul reaches.
+`assumed` names figures that nobody has published: a prediction that rests on them deserves a wider interval.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class FigureBounds(NamedTuple):
 MOST_BYTES_PER_S = 1.1e15
 """Bandwidths: at most 16 stacks of the fastest memory on any roadmap (HBM8, 64 TB/s each: KAIST TERALAB 2025)."""
 FIGURE_BOUNDS = {
-    # Below are figures in TFLOP/s, above those of a cluster.
-    "flops_per_s": FigureBounds(1e11, 1e18, "FLOP/s (989 TFLOP/s are 989e12)"),
+    "flops_per_s": FigureBounds(1e11, 1e18, "FLOP/s (989 TFLOP/s are 989e12)"),  # less: TFLOP/s; more: a cluster's
     "memory_bytes": FigureBounds(1e9, 1e14, "bytes (80 GiB are 85_899_345_920)"),
     "memory_bytes_per_s": FigureBounds(1e10, MOST_BYTES_PER_S, "bytes/s (3.35 TB/s are 3.35e12)"),
 }
@@ -204,8 +202,7 @@ class Device(Section):
             if measured and measured > MOST_OF_A_LINK[key] * self.link_bytes_per_s:
                 raise ValueError(
                     f"{key} = {measured:g} is {100 * measured / self.link_bytes_per_s:.0f} % of link_bytes_per_s = "
-                    f"{self.link_bytes_per_s:g}, and can be at most {100 * MOST_OF_A_LINK[key]:.0f} %. Give both in "
-                    "bytes/s, one way."
+                    f"{self.link_bytes_per_s:g}, over the {100 * MOST_OF_A_LINK[key]:.0f} % possible. Give bytes/s, one way."
                 )
         return self
 
@@ -332,19 +329,17 @@ def find_device(name: str) -> Device:
         return Device.load(Path(name).expanduser())
     plain = name.strip().lower().replace("_", "-").replace(" ", "-")
     likely_first = sorted(preset_names("devices"), key=lambda preset: not preset.startswith(plain[:3]))
-    found = next((preset for preset in likely_first if _joined(plain) in map(_joined, _names_of(preset))), None)
+    found = next(
+        (p for p in likely_first if plain.replace("-", "") in {n.replace("-", "") for n in _names_of(p)}), None
+    )
     if found is None:
         names = device_names()
         choices = sorted(names) if get_close_matches(plain, names) else preset_names("devices")
         raise UserError(
-            f"no device is called {name!r}; {near_names(plain, choices)} Or write its data sheet's figures to "
-            "a file with `argosy config device`, and give the path of that."
+            f"no device is called {name!r}; {near_names(plain, choices)} Or write its data sheet's figures to a file "
+            "with `argosy config device`, and give the path of that."
         )
     return _preset(found)
-
-
-def _joined(name: str) -> str:
-    return name.replace("-", "")
 
 
 def is_path(name: str) -> bool:
@@ -376,8 +371,7 @@ GIB = 2**30
 USABLE_MEMORY = 0.92
 """Share of the nominal memory that torch sees where nobody says: L4, L40S and A10G, whose ECC takes a part."""
 MATMUL_EFFICIENCY = 0.75
-"""Share of the specified rate that large matmuls reach where nobody measured: the catalogue's measured ones have 0.51
-to 0.95, and a median of 0.79."""
+"""Share of the specified rate that large matmuls reach where nobody measured: the catalogue has 0.51 to 0.95."""
 LINK_GB_S, NIC_GB_S = 32.0, 3.125
 """PCIe 4.0 x16, and a share of an eighth in an adapter of 200 Gb/s, where nobody says."""
 
