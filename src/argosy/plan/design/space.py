@@ -16,6 +16,7 @@ from argosy.config.load import build_file
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.plan.cost.inference import BYTES_OF_WEIGHT, CACHES
+from argosy.plan.hardware.clusters import settle_device
 from argosy.plan.hardware.devices import (
     FIGURE_BOUNDS,
     MOST_BYTES_PER_S,
@@ -25,7 +26,6 @@ from argosy.plan.hardware.devices import (
     check_power,
     check_sent,
     find_device,
-    settle_device,
 )
 from argosy.plan.hardware.technology import RETICLE_MM2, logic_nodes, memory_generations
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -48,7 +48,7 @@ from argosy.config.load import build
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.plan.hardware.devices import Device, device_names, find_device, is_path, settle_device
+from argosy.plan.hardware.devices import Device, device_names, find_device, is_path
 from argosy.plan.hardware.measurements import Measurements
 from argosy.plan.hardware.topology import Topology, hosts_of
 
@@ -398,6 +398,12 @@ class Cluster(Section):
         """Write the cluster's file, atomically; a device that is not in the catalogue is written in full."""
         with atomic_write(path) as file:
             file.write(dump(self).encode())
+
+
+def settle_device(table: Any, key: str, folder: Path) -> None:
+    """Make the path of a device's file, as a table of another file names it, relative to that file's folder."""
+    if isinstance(table, dict) and isinstance(device := table.get(key), str) and is_path(device):
+        table[key] = str(folder / Path(device).expanduser())
 
 
 def _group(count: str, per_node: str | None, device_name: str, *, text: str, device: Device | None = None) -> NodeGroup:

@@ -346,12 +346,6 @@ def is_path(name: str) -> bool:
     return name.endswith(".toml") or "/" in name
 
 
-def settle_device(table: Any, key: str, folder: Path) -> None:
-    """Make the path of a device's file, as a table of another file names it, relative to that file's folder."""
-    if isinstance(table, dict) and isinstance(device := table.get(key), str) and is_path(device):
-        table[key] = str(folder / Path(device).expanduser())
-
-
 def device_names() -> dict[str, str]:
     """Return every name and alias of the catalogue -> the name of its preset."""
     return {name: preset for preset in preset_names("devices") for name in _names_of(preset)}
