@@ -6,7 +6,7 @@ It writes src/argosy/plan/cost/serving.toml. A fifth of the published groups of 
 fitted to (`serving_rows.held_out`). The spread of errors is that of publishers of whom nothing was learnt
 ("strangers"), of other devices and models of publishers that were learnt from ("known"), and of predictions of either
 that five rows of the same engine and device corrected ("calibrated", "calibrated_known"), each such that 1.645 of it
-hold nine of ten errors; for the first two beside what comes from groups without any row and from `burst`.
+hold nine of ten errors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from score_serving import (
     KNOWN_WIDTH,
     METRICS,
     PUBLISHED,
-    assumed_std,
     calibrated_errors,
     errors_without,
     maker,
     width,
-    without,
     without_publishers,
 )
 from serving_fit import ServingFit, fit
@@ -50,8 +48,7 @@ def main() -> None:
     spread = {}
     for kind, key in kinds.items():
         errors = errors_without(table, key, table, offsets=kind == "known")
-        more = assumed_std(table, found.of(table.rows), without(key, table))
-        spread[kind] = _widths(table, errors, more)
+        spread[kind] = _widths(table, errors)
     everywhere = np.ones(len(table), bool)
     starts = {
         "calibrated": (without_publishers(table, found.of(table.rows), everywhere), 1.0),
@@ -76,19 +73,17 @@ def _fold(row: ServingRow) -> str:
     return str(zlib.crc32(f"fold|{row.publisher}|{row.device.name}|{row.model}".encode()) % FOLDS)
 
 
-def _widths(table: ServingTable, errors: Floats, more: Floats) -> dict[str, float]:
+def _widths(table: ServingTable, errors: Floats) -> dict[str, float]:
     parts = {metric: table.metric == metric for metric in METRICS}
-    return {
-        name: width(errors[here], more[here], table.take(here).rows) for name, here in parts.items() if sum(here) >= FEW
-    }
+    return {name: width(errors[here], table.take(here).rows) for name, here in parts.items() if sum(here) >= FEW}
 
 
 def _widths_of_makers(table: ServingTable, errors: Floats) -> dict[str, float]:
-    makers, none = np.array([maker(row) for row in table.rows]), np.zeros(len(table))
+    makers = np.array([maker(row) for row in table.rows])
     found: dict[str, float] = {}
     for name in dict.fromkeys(makers):
         here = makers == name
-        widths = _widths(table.take(here), errors[here], none[here])
+        widths = _widths(table.take(here), errors[here])
         found |= {f"{metric}_{name}": std for metric, std in widths.items()}
     return found
 

@@ -24,7 +24,7 @@ import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -39,12 +39,9 @@ from strangers import GENERATIONS, weighted_quantile
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import INTERVAL_Z
 from argosy.plan.cost.serving_constants import (
-    SLOPE,
     ServingConstants,
     fitted_serving,
     spread_of,
-    unknown_std,
-    unknown_variances,
 )
 from argosy.plan.serving_calibration import ROW_STD, SHIFTED, learn_serving, shifted
 
@@ -52,14 +49,14 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Strings = NDArray[np.str_]
 Key = Callable[[ServingRow], str]
-Seen = Callable[[ServingRow], Collection[str]]
-"""A row -> the groups that were learnt from."""
 
 PUBLISHED = Path(__file__).parent / "inference.csv"
 METRICS = (*TIMES, "throughput")
 KNOWN_WIDTH = 0.4
 """Share of what engines differ by that an engine of a known publisher may be off."""
 SEED = 0
+SLOPE = 0.01
+"""Change of a logarithm by which slopes are measured."""
 NARROWEST = 0.02
 """Least standard deviation of a prediction's logarithm."""
 
@@ -93,39 +90,36 @@ def score(rows: Sequence[ServingRow], few: int, by_design: bool = False) -> dict
     constants, std = shipped(table)
     if known.any():
         constants = without_publishers(table, constants, known)
-        more = assumed_std(table, constants, without(_publisher, _learnt()))
-        std = np.where(known, np.hypot(_std(table, "strangers"), more), std)
+        std = np.where(known, _std(table, "strangers"), std)
     if few:
         strange = known | ~learnt_from(table)
         widths = np.where(strange, 1.0, KNOWN_WIDTH)
         errors, left = calibrated_errors(table, constants, few, widths, None if by_design else SEED)
         std = np.where(strange, _std(table, "calibrated"), _std(table, "calibrated_known"))
-        return {"all": _figures(table.metric[left], errors[left], std[left])}
+        return {"all": figures(table.metric[left], errors[left], std[left])}
     errors = np.log(table.predict(constants) / table.measured)
-    result: dict[str, Any] = {"all": _figures(table.metric, errors, std), "regret": regret(table, errors)}
+    result: dict[str, Any] = {"all": figures(table.metric, errors, std), "regret": regret(table, errors)}
     makers = np.array([maker(row) for row in table.rows])
     for name in sorted(set(makers)) if len(set(makers)) > 1 else ():
-        result[name] = _figures(table.metric[makers == name], errors[makers == name], std[makers == name])
+        result[name] = figures(table.metric[makers == name], errors[makers == name], std[makers == name])
     if known.any():
         here, learnt = table.take(known), _learnt()
-        at_here, spread = _rows_of(constants, np.flatnonzero(known)), _std(table, "strangers")[known]
         for name, key in (("without_engine", _engine), ("without_generation", generation)):
-            unseen = assumed_std(here, at_here, without(key, learnt))
-            result[name] = _figures(here.metric, errors_without(here, key, learnt), np.hypot(spread, unseen))
+            result[name] = figures(here.metric, errors_without(here, key, learnt), _std(here, "strangers"))
         kept = np.array([held_out(row) for row in table.rows]) & known
         if kept.any():
             scored = table.take(kept)
             of_shipped, width_of = shipped(scored)
-            result["held_out"] = _figures(scored.metric, np.log(scored.predict(of_shipped) / scored.measured), width_of)
+            result["held_out"] = figures(scored.metric, np.log(scored.predict(of_shipped) / scored.measured), width_of)
     if known.all():
-        of_others = np.hypot(_widths_of_others(table, errors, more), more)
-        result["width_of_others"] = _figures(table.metric, errors, of_others)
+        of_others = _widths_of_others(table, errors)
+        result["width_of_others"] = figures(table.metric, errors, of_others)
         for name in sorted(set(makers)):
             here = makers == name
-            result[f"width_of_others, {name}"] = _figures(table.metric[here], errors[here], of_others[here])
+            result[f"width_of_others, {name}"] = figures(table.metric[here], errors[here], of_others[here])
     for name in sorted({row.publisher for row in table.rows}):
         chosen = table.publisher == name
-        result[f"publisher {name}"] = _figures(table.metric[chosen], errors[chosen], std[chosen])
+        result[f"publisher {name}"] = figures(table.metric[chosen], errors[chosen], std[chosen])
     return result
 
 
@@ -140,9 +134,7 @@ def shipped(table: ServingTable) -> tuple[ServingConstants, Floats]:
     constants = ServingConstants(**{name: np.array([getattr(part, name) for part in parts]) for name in names})
     offsets = np.array([found.publishers.get(row.publisher, 0.0) for row in table.rows])
     constants = shifted(constants, {"compute": np.exp(offsets), "overhead": np.exp(offsets)})
-    more = assumed_std(table, constants, lambda _: found.shifts)
-    spread = np.where(learnt_from(table), _std(table, "known"), _std(table, "strangers"))
-    return constants, np.hypot(spread, more)
+    return constants, np.where(learnt_from(table), _std(table, "known"), _std(table, "strangers"))
 
 
 def learnt_from(table: ServingTable) -> Mask:
@@ -243,25 +235,6 @@ def _rows_of(constants: ServingConstants, places: NDArray[np.int64]) -> ServingC
     return replace(constants, **{name: np.asarray(column)[places] for name, column in vars(constants).items()})
 
 
-def assumed_std(table: ServingTable, constants: ServingConstants, seen: Seen) -> Floats:
-    """Return how much of each prediction's uncertainty comes from groups that were not seen, and from `burst`."""
-    of_rows = [unknown_variances(row.groups, seen(row)) for row in table.rows]
-    return unknown_std(
-        table.predict, constants, {name: np.array([each[name] for each in of_rows]) for name in of_rows[0]}
-    )
-
-
-def without(key: Key, learnt: ServingTable) -> Seen:
-    """Return for a row the groups of those of `learnt` that have not its key."""
-    keys, groups = [key(row) for row in learnt.rows], [row.groups for row in learnt.rows]
-
-    @cache
-    def seen(name: str) -> frozenset[str]:
-        return frozenset(group for of, each in zip(keys, groups, strict=True) if of != name for group in each)
-
-    return lambda row: seen(key(row))
-
-
 def _std(table: ServingTable, kind: str) -> Floats:
     return np.array([spread_of(row.metric, row.vendor, kind) for row in table.rows])
 
@@ -285,25 +258,24 @@ def _engine(row: ServingRow) -> str:
     return row.engine.name
 
 
-def width(errors: Floats, more: Floats, rows: Sequence[ServingRow]) -> float:
-    """Return the standard deviation with which, beside `more` of each row, intervals hold nine of ten errors."""
-    rest = np.sqrt(np.maximum(0.0, errors**2 - (INTERVAL_Z * more) ** 2))
-    return max(NARROWEST, weighted_quantile(rest, row_weights(list(rows)), 0.9) / INTERVAL_Z)
+def width(errors: Floats, rows: Sequence[ServingRow]) -> float:
+    """Return the standard deviation with which intervals hold nine of ten errors."""
+    return max(NARROWEST, weighted_quantile(np.abs(errors), row_weights(list(rows)), 0.9) / INTERVAL_Z)
 
 
-def _widths_of_others(table: ServingTable, errors: Floats, more: Floats) -> Floats:
+def _widths_of_others(table: ServingTable, errors: Floats) -> Floats:
     """Return `width` for each row, of the errors of other publishers alone."""
     found = np.zeros(len(table))
     for metric in METRICS:
         for name in set(table.publisher):
             others = (table.metric == metric) & (table.publisher != name)
             here = (table.metric == metric) & (table.publisher == name)
-            found[here] = width(errors[others], more[others], table.take(others).rows) if others.any() else NARROWEST
+            found[here] = width(errors[others], table.take(others).rows) if others.any() else NARROWEST
     return found
 
 
-def _figures(metrics: Strings, errors: Floats, std: Floats) -> dict[str, dict[str, Any]]:
-    """Return the figures of each metric; those of times are there even if the file has no such rows."""
+def figures(metrics: Strings, errors: Floats, std: Floats) -> dict[str, dict[str, Any]]:
+    """Return n, error, bias and coverage of each metric; those of times are there even if the file has no such rows."""
     found: dict[str, dict[str, Any]] = {}
     for metric in METRICS:
         here = metrics == metric
@@ -343,16 +315,16 @@ def regret(table: ServingTable, errors: Floats) -> dict[str, Any]:
 def in_words(result: Mapping[str, Any]) -> str:
     """Return the figures as a table."""
     lines = [f"{'':52}{'n':>6}{'error':>9}{'bias':>9}{'in 90 % interval':>18}"]
-    for section, figures in result.items():
+    for section, of_section in result.items():
         if section == "regret":
             continue
         if section == "skipped":
             lines += [
-                f"{figures['n']} rows cannot be predicted",
-                *(f"  {n}: {why}" for why, n in figures["why"].items()),
+                f"{of_section['n']} rows cannot be predicted",
+                *(f"  {n}: {why}" for why, n in of_section["why"].items()),
             ]
             continue
-        for metric, each in figures.items():
+        for metric, each in of_section.items():
             if each["n"]:
                 lines.append(
                     f"{section + ', ' + metric:52}{each['n']:>6}{each['median_abs_pct_error']:>7.1f} %"

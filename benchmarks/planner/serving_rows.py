@@ -249,7 +249,7 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
     chunk = sequences if source.chunks else source.chunk
     sequences = 1.0 if source.chunks else sequences
     formats, rates = _formats(cell, device, engine, bits)
-    of_engine = ServingOptions.of(engine, device.vendor)
+    of_engine = ServingOptions.of(engine, device)
     if source.cache_bytes:
         formats = replace(formats, cache_bytes=source.cache_bytes)
     # A replica has what the busiest one gets, at most its default.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Collection, Mapping
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,13 +32,8 @@ from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import (
     ServingConstants,
     ServingEngine,
-    fitted_serving,
-    spread_of,
-    unknown_std,
-    unknown_variances,
 )
 from argosy.plan.hardware.clusters import Cluster, Factor
-from argosy.plan.hardware.devices import Device
 from argosy.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -112,27 +106,6 @@ def learn_from_file(path: Path, cluster: Cluster, engine: str) -> tuple[Cluster,
     measured = np.array([row.value for row in rows])
     factors = learn_serving(lambda constants: np.array([row.predict(constants) for row in rows]), measured, start)
     return cluster.model_copy(update={"serving": factors, "serving_engine": engine}), len(rows)
-
-
-def standard_deviations(
-    model: ServingModel, load: ServingLoad, engine: ServingEngine, device: Device, learnt: bool
-) -> dict[str, Floats]:
-    """Return the standard deviation of the logarithm of measured over predicted of each column, by metric.
-
-    learnt: measurements of the engine on the device have corrected the model's constants.
-    """
-    names, moved = ("ttft", "tpot", "throughput"), copy(model)
-
-    def predict(constants: ServingConstants) -> Floats:
-        moved.constants = constants
-        found = moved.latencies(load)
-        return np.stack([found.ttft_s, found.tpot_s, found.tokens_per_s])
-
-    variances = unknown_variances(engine.groups(device.vendor, device.name), fitted_serving().shifts)
-    more = unknown_std(predict, model.constants, {} if learnt else variances)
-    spread = [spread_of(name, device.vendor, "calibrated" if learnt else "strangers") for name in names]
-    whole = np.hypot(np.reshape(spread, (-1, 1)), np.broadcast_to(more, (len(names), np.size(load.sequences))))
-    return dict(zip(names, whole, strict=True))
 
 
 def in_words(cluster: Cluster, rows: int) -> str:

@@ -20,6 +20,7 @@ from argosy.plan.cost.inference import (
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.devices import find_device
 
 KIB = 1024
 IDEAL = ServingConstants(
@@ -198,6 +199,27 @@ def test_without_captured_graphs_a_token_takes_as_long_as_its_kernels_are_launch
     assert float(eager.prefill_s(1, 64)) == float(graphs.prefill_s(1, 64))
 
 
+def test_gaps_of_kernels_add_to_what_a_pass_computes() -> None:
+    slow = replace(IDEAL, eager_layer_s=1e-3)
+    hidden, added = (model_of("llama3-8b", "1xh100", constants=slow, eager=1.0, gaps=each) for each in (0.0, 1.0))
+    without = float(model_of("llama3-8b", "1xh100").prefill_s(1, 8192))
+    assert float(hidden.prefill_s(1, 8192)) < without + 0.01
+    assert float(added.prefill_s(1, 8192)) == pytest.approx(without + 0.032, rel=1e-3)
+
+
+def test_products_that_nobody_tuned_take_the_longer_where_computing_binds() -> None:
+    """Dense ones by that factor: one token waits for its weights; experts have kernels of their own."""
+    tuned, untuned = (model_of("llama3-8b", "1xh100", untuned=each) for each in (1.0, 7.0))
+    assert float(untuned.decode_s(1, 64)) == pytest.approx(float(tuned.decode_s(1, 64)), rel=0.05)
+    of_prompt = [float(each.pass_parts(8192, 1, 4096.0, 0.0)["weights"]) for each in (tuned, untuned)]
+    assert of_prompt[1] / of_prompt[0] == pytest.approx(7, rel=0.01)
+    of_experts = [
+        float(model_of("mixtral-8x7b", "8xh100", 8, untuned=each).pass_parts(8192, 1, 4096.0, 0.0)["weights"])
+        for each in (1.0, 7.0)
+    ]
+    assert 1 < of_experts[1] / of_experts[0] < 3
+
+
 def test_query_heads_read_the_cache_each_for_itself_where_kernels_share_no_reads() -> None:
     """Four query heads to a key: above 512 of them in a pass, 32 of each sequence, the cache is read four times."""
     shared, apart = (model_of("llama3-8b", "1xh100", **of) for of in ({}, {"sharing_heads": 512}))
@@ -211,13 +233,15 @@ def test_query_heads_read_the_cache_each_for_itself_where_kernels_share_no_reads
 
 
 def test_engines_have_the_kernels_of_their_release() -> None:
-    def of(engine: str, vendor: str) -> ServingOptions:
-        return ServingOptions.of(ServingEngine.of(engine), vendor)
+    def of(engine: str, device: str) -> ServingOptions:
+        return ServingOptions.of(ServingEngine.of(engine), find_device(device))
 
-    assert of("vLLM 0.5", "AMD") == ServingOptions(sharing_heads=512, library_sums=1.0)
-    assert of("vLLM 0.10", "AMD") == of("vLLM 0.5", "NVIDIA") == ServingOptions()
-    assert of("DeepSpeed-MII", "NVIDIA") == ServingOptions(library_sums=1.0)
-    assert of("llama.cpp", "AMD").eager and not of("llama.cpp", "NVIDIA").eager
+    old = ServingOptions(eager=1.0, gaps=1.0, sharing_heads=512, library_sums=1.0)
+    assert of("vLLM 0.5", "mi250x-gcd") == old
+    assert of("vLLM 0.5", "mi300x") == replace(old, untuned=7.2)
+    assert of("vLLM 0.10", "mi300x") == of("vLLM 0.5", "h100") == ServingOptions()
+    assert of("DeepSpeed-MII", "h100") == ServingOptions(library_sums=1.0)
+    assert of("llama.cpp", "mi300x").gaps and not of("llama.cpp", "h100").eager
     sums = replace(IDEAL, library_s=1e-3)
     own, library = (
         float(model_of("llama3-8b", "8xh100", 8, constants=sums, library_sums=each).decode_s(1, 1024))

@@ -53,6 +53,9 @@ SOFTNESS = 3.0
 SHARING_HEADS = 512
 """Query heads of all sequences of a pass above which vLLM of 2024 takes the attention on AMD's devices in which each
 reads the cache for itself (paged_attention_v1 if num_seqs * num_heads > 512)."""
+UNTUNED = {"MI300X": 7.2}
+"""Device -> time of products with dense weights by libraries that nobody tuned for it over that of tuned ones, in 2024:
+what tuning gave vLLM at most (nscale.com, June 2024). Experts have kernels of vLLM's own."""
 HALF_WAVES = 1.34
 """Time of matrix-vector products in warps of 32 on devices of 64 over that in 64 (llama.cpp pull request 11519)."""
 WITHOUT_OWN_SUMS = ("DeepSpeed", "DeepSpeed-MII", "FasterTransformer")
@@ -108,6 +111,10 @@ class ServingOptions:
 
     eager: Numbers = 0.0
     """1: no pass is replayed from a captured graph."""
+    gaps: Numbers = 0.0
+    """1: kernels that are launched one by one leave gaps on the device, which nothing hides."""
+    untuned: Numbers = 1.0
+    """Time of products with dense weights over that of tuned ones, where it is bound by computing."""
     chunk: Numbers = CHUNK_TOKENS
     """Most prompt tokens of a pass; room for the activations of so many is kept free."""
     sharing_heads: Numbers = np.inf
@@ -118,12 +125,14 @@ class ServingOptions:
     """Bandwidth of reading weights over that of most engines."""
 
     @classmethod
-    def of(cls, engine: ServingEngine, vendor: str) -> ServingOptions:
-        """Return the options that an engine has by default on a maker's devices."""
-        if vendor == "AMD" and engine.name == "llama.cpp":  # no graphs, no attention that shares reads
-            return cls(eager=1.0, sharing_heads=0.0, reads=1 / HALF_WAVES)
-        if vendor == "AMD" and engine.label == "vLLM old":
-            return cls(sharing_heads=SHARING_HEADS, library_sums=1.0)
+    def of(cls, engine: ServingEngine, device: Device) -> ServingOptions:
+        """Return the options that an engine has by default on a device."""
+        # HIP graphs of 2024 gained nothing (ROCm/clr issue 77) or lost (llama.cpp pull request 22254).
+        if device.vendor == "AMD" and engine.name == "llama.cpp":  # no attention that shares reads
+            return cls(eager=1.0, gaps=1.0, sharing_heads=0.0, reads=1 / HALF_WAVES)
+        if device.vendor == "AMD" and engine.label == "vLLM old":
+            untuned = UNTUNED.get(device.name, 1.0)
+            return cls(eager=1.0, gaps=1.0, sharing_heads=SHARING_HEADS, library_sums=1.0, untuned=untuned)
         return cls(library_sums=float(engine.name in WITHOUT_OWN_SUMS))
 
 
@@ -144,7 +153,7 @@ class ServingSoftware(NamedTuple):
         if text and not engine.name:
             raise UserError(f"{asked} {text}: not known. Try vLLM, SGLang or TensorRT-LLM.")
         constants = fitted_serving().of(engine, device.vendor, device.name)
-        return cls(engine, constants, ServingOptions.of(engine, device.vendor))
+        return cls(engine, constants, ServingOptions.of(engine, device))
 
 
 @dataclass(frozen=True)
@@ -262,20 +271,22 @@ class ServingModel:
         is_eager = (np.asarray(span) > 0) | (np.asarray(self.options.eager) > 0)
         launched = np.where(is_eager, self.work.layers * self.constants.eager_layer_s, 0.0)
         whole = sum(parts.values()) + overhead
-        return parts | {"overhead": np.asarray(overhead + _soft_max(whole, launched) - whole)}
+        ends = np.where(np.asarray(self.options.gaps) > 0, whole + launched, _soft_max(whole, launched))
+        return parts | {"overhead": np.asarray(overhead + ends - whole)}
 
     def _matmul_s(self, tokens: Numbers, sequences: Numbers) -> Floats:
         """Return the seconds of reading weights and multiplying with them."""
         work, rates, constants, formats, tp = self.work, self.rates, self.constants, self.formats, self.cut.tp
         filled = 1 / (1 + constants.half_tokens / tokens)
-        full = formats.flops_per_s * constants.matmul * filled
-        rate = full * np.where(np.asarray(formats.narrow) > 0, constants.narrow, 1.0)
+        full = formats.flops_per_s * constants.matmul * np.where(np.asarray(formats.narrow) > 0, constants.narrow, 1.0)
+        rate, untuned = full * filled, self.options.untuned
+        of_dense = np.minimum(rate, full / untuned)
         reads = rates.memory_bytes_per_s * constants.bandwidth * self.options.reads
         shared = work.moe_layers * work.router_and_shared_parameters
         dense = work.layers * work.attention_parameters + work.dense_layers * work.ffn_parameters + shared
-        seconds = _soft_max(2 * tokens * dense / tp / rate, dense * formats.weight_bytes / tp / reads)
+        seconds = _soft_max(2 * tokens * dense / tp / of_dense, dense * formats.weight_bytes / tp / reads)
         head = work.vocabulary_parameters / tp
-        seconds += _soft_max(2 * sequences * head / (rates.half * constants.matmul), head * 2.0 / reads)
+        seconds += _soft_max(2 * sequences * head * untuned / (rates.half * constants.matmul), head * 2.0 / reads)
         chosen = work.experts_per_token / np.maximum(1.0, work.experts)
         # Of attention for sequences of its own, each device sends its tokens to all: experts see those of all devices.
         routed = tokens * np.maximum(1.0, self.ep / tp)

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from math import prod
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from argosy.plan.workload import Numbers
-
-Floats = NDArray[np.float64]
 
 SERVING_FILE = Path(__file__).parent / "serving.toml"
 """The file that `benchmarks/planner/fit_serving.py` writes."""
@@ -45,11 +40,6 @@ EFFECTS = {
 """Constants that groups of measurements shift, and the standard deviation of a shift's logarithm; assumed."""
 ON_VENDOR = 3.0
 """Factor on it for an engine on a maker's devices: ports differ more than engines do."""
-BURST_STD = 0.9
-"""Standard deviation of the logarithm of `ServingConstants.burst`: published benchmarks that keep a number of requests
-on the way let them come evenly (a quarter of its value explains them) or at once (four times)."""
-SLOPE = 0.01
-"""Change of a logarithm by which slopes are measured."""
 PAST = ("FasterTransformer", "DeepSpeed-MII", "DeepSpeed", "llama.cpp", "LMDeploy")
 """Engines that were measured in releases of 2024 and earlier only."""
 
@@ -181,25 +171,8 @@ def effect_std(group: str, name: str) -> float:
     return EFFECTS[name] * (ON_VENDOR if " on " in group else 1.0)
 
 
-def unknown_variances(groups: Collection[str], seen: Collection[str]) -> dict[str, float]:
-    """Return the variances of constants' logarithms: of `burst`, and of shifts by groups that were not seen."""
-    new = [group for group in groups if group not in seen]
-    return {name: sum(effect_std(group, name) ** 2 for group in new) for name in EFFECTS} | {"burst": BURST_STD**2}
-
-
-def unknown_std(
-    predict: Callable[[ServingConstants], Floats], constants: ServingConstants, variances: Mapping[str, Numbers]
-) -> Floats:
-    """Return the standard deviation of the logarithm of each prediction that comes from constants' variances."""
-    base, variance = np.log(predict(constants)), np.asarray(0.0)
-    for name, each in variances.items():
-        moved = replace(constants, **{name: getattr(constants, name) * np.exp(SLOPE)})
-        variance = variance + ((np.log(predict(moved)) - base) / SLOPE) ** 2 * each
-    return np.sqrt(variance)
-
-
 def spread_of(metric: str, vendor: str, kind: str = "strangers") -> float:
-    """Return the standard deviation of the logarithm of measured over predicted, beside `unknown_std`.
+    """Return the standard deviation of the logarithm of measured over predicted.
 
     metric: ttft, tpot, e2e_latency or throughput; kind: a table of `FittedServing.spread`.
     """

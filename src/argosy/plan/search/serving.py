@@ -30,12 +30,12 @@ from argosy.plan.cost.inference import (
     formats_of,
 )
 from argosy.plan.cost.scheduler import SimulatedReplica
-from argosy.plan.cost.serving_constants import ServingEngine
+from argosy.plan.cost.serving_constants import ServingEngine, spread_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.quantities import divisors
 from argosy.plan.search.space import Pins
-from argosy.plan.serving_calibration import SHIFTED, shifted, standard_deviations
+from argosy.plan.serving_calibration import SHIFTED, shifted
 from argosy.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -284,12 +284,12 @@ class ServingSearch:
         parts = model.decode_parts(sequences, asked.prompt + asked.output / 2)
         cache, room = model.token_cache_bytes * length, model.room(length)
         price, power = price_per_device_h(self.cluster), power_per_device_w(self.cluster)
-        load = ServingLoad(sequences, asked.prompt, asked.output)
-        std = standard_deviations(model, load, self.engine, self.cluster.device, self.learnt)
+        kind = "calibrated" if self.learnt else "strangers"
+        std = {name: spread_of(name, self.cluster.device.vendor, kind) for name in ("ttft", "tpot", "throughput")}
         servings = []
         for i, (way, replicas, n) in enumerate(rows):
             devices = replicas * way.size + int(prefill[i])
-            tokens = Estimate.log_normal(float(rates[i]), float(std["throughput"][i]))
+            tokens = Estimate.log_normal(float(rates[i]), std["throughput"])
             hours = propagate(lambda rate, used=devices: 1e6 / rate / 3600 * used, tokens)
             others = float(tpot[i]) - sum(float(part[i]) for part in parts.values())
             servings.append(
@@ -303,8 +303,8 @@ class ServingSearch:
                     cache_bytes=float(n * cache[i]),
                     memory_bytes=float(model.weights_bytes[i] + n * cache[i]),
                     most_sequences=math.floor(room[i]),
-                    ttft_s=Estimate.log_normal(float(ttft[i]), float(std["ttft"][i])),
-                    tpot_s=Estimate.log_normal(float(tpot[i]), float(std["tpot"][i])),
+                    ttft_s=Estimate.log_normal(float(ttft[i]), std["ttft"]),
+                    tpot_s=Estimate.log_normal(float(tpot[i]), std["tpot"]),
                     tokens_per_s=tokens,
                     tokens_per_s_device=float(rates[i]) / devices,
                     money_per_million=price and propagate(lambda h, each: h * each, hours, price),
