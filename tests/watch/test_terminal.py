@@ -30,6 +30,11 @@ memory_bytes = [1e6, 2e6, 3e6]
 [prediction.seconds]
 matmul = 0.15
 optimizer = 0.05
+
+[prediction.memory]
+weights = 1e6
+
+[prediction.traffic]
 """
 
 
