@@ -6,6 +6,7 @@ python .ci/house.py    exits with 1 and a line for each rule that is broken
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import subprocess
 import sys
@@ -26,6 +27,8 @@ SINCE = "775ee0b"
 """The last commit from before subjects had a form."""
 MOST_SUBJECT = 72
 QUESTION = re.compile(r'"""(What|Which|How|Where|Whether|Whoever|Who|Whose|When)\b.*')
+RAISED = re.compile(r"Raises: ((?:[A-Z]\w+(?:, | or |; |(?![\w])))+)")
+"""The names that follow "Raises:" in a docstring, up to the first word that is none."""
 NO_VERB = re.compile(r"(An?|The|This|What|Which|Who|Whose|Where|When|How|No|One|Two|Each|All|Some|Its?) |\w+ing\b")
 
 
@@ -83,6 +86,26 @@ def questions() -> list[str]:
     ]
 
 
+def lost_errors() -> list[str]:
+    """Return a line for each error that a docstring says is raised, and that its module neither defines nor imports,
+    nor any other module defines."""
+    paths = sorted(SOURCE.rglob("*.py"))
+    known = set(dir(builtins))
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                known.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                known |= {alias.asname or alias.name for alias in node.names}
+    return [
+        f"{path.relative_to(SOURCE)}: a docstring says that {name} is raised, and there is no such error"
+        for path in paths
+        for match in RAISED.finditer(path.read_text())
+        for name in re.findall(r"[A-Z]\w+", match[1])
+        if name not in known
+    ]
+
+
 def vague_subjects() -> list[str]:
     """Return a line for each commit whose subject is long, or does not say the change in the imperative."""
     known = subprocess.run(["git", "cat-file", "-e", SINCE], cwd=SOURCE, capture_output=True, check=False)
@@ -111,7 +134,8 @@ if __name__ == "__main__":
         *tests_of_one_name(),
         *long_modules(),
         *questions(),
+        *lost_errors(),
         *vague_subjects(),
     ]
-    print("\n".join(problems) or "The house keeps its rules: names, lengths, docstrings, subjects.")
+    print("\n".join(problems) or "The house keeps its rules: names, lengths, docstrings, errors, subjects.")
     sys.exit(bool(problems))

@@ -171,7 +171,7 @@ class Claims:
     def take(self, number: int, owner: str) -> None:
         """Take a number for `owner`, which is not empty, and close all lower ones; then all that is on the disk.
 
-        Return at once if this owner has it already. Raises: Taken; OSError.
+        Return at once if this owner has it already. Raises: NumberTaken; OSError.
         """
         make_folder(self._folder)
         try:

@@ -142,7 +142,7 @@ class DocumentReader:
     Args:
         drops: says which documents are left out.
         max_text_bytes: stop after this much UTF-8 text, whatever `config` says; the last document is cut there.
-        document_of: makes the document of a record (`formats.Fields`).
+        document_of: makes the document of a record (`formats.RecordFields`).
     """
 
     def __init__(

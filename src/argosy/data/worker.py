@@ -1,7 +1,7 @@
 """A worker of `prepare`: takes tasks from the folder that all machines see, one after the other, until all are done.
 
 What it makes of a task, stage by stage, depends on the job and the task alone. It ends with the caller: on the same
-machine at once, elsewhere when the caller has shown no life for SILENT_S.
+machine at once, elsewhere when the caller has shown no life for WORKER_SILENT_S.
 """
 
 from __future__ import annotations

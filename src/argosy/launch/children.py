@@ -56,9 +56,9 @@ def supervise(
 ) -> dict[str, int]:
     """Pass on what the parts say, and signals to them, until all have ended. Returns their exit codes.
 
-    servers: parts that need the others, and are needed. Once only one kind is left, it is asked to end after ALONE_S;
-    servers at once, if no worker could begin. quorum: once so many parts could not begin that fewer are left, these
-    are asked to end at once. What ended because it was asked to counts as having ended well.
+    servers: parts that need the others, and are needed. Once only one kind is left, it is asked to end after
+    OTHERS_GONE_S; servers at once, if no worker could begin. quorum: once so many parts could not begin that fewer are
+    left, these are asked to end at once. What ended because it was asked to counts as having ended well.
     """
     alone_s, asked, signals = math.inf, list[str](), list[int]()
     width = max(map(len, children))

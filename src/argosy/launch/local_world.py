@@ -77,7 +77,10 @@ class LocalWorld:
         self._held.close()
 
     def _listen(self) -> None:
-        """Wait some time for news, and take note of it. Raises: Gone, if it is the fork server; else as `receive`."""
+        """Wait some time for news, and take note of it.
+
+        Raises: ChannelClosed if the fork server is gone; else as `receive`.
+        """
         listened_to: list[ForkServer | Channel] = [self._fork_server, *self._speaking.values()]
         ready, _, _ = select.select(listened_to, [], [], LINGER_S)
         for one in self._patience:

@@ -106,7 +106,7 @@ class _Cut(NamedTuple):
         return cls(blocks, kernel_for(q, softcap, has_bands, by_products and plain), plain)
 
     def in_format(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors as the kernel gets them: on a CPU in fp32 unless plain (`attention_kernels.PADDED_TO`)."""
+        """Return the tensors as the kernel gets them: on a CPU in fp32 unless plain (PADDED_TOKENS)."""
         return tuple(x.float() if x.device.type == "cpu" and not self.is_plain else x for x in tensors)
 
     def dtype_of(self, x: Tensor) -> torch.dtype:

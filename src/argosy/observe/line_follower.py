@@ -192,7 +192,7 @@ class LineFollower:
 
 
 def _whole_lines(file: BinaryIO, begin: int) -> bytes:
-    """Return the complete lines from `begin` on, about BLOCK_BYTES of them; nothing if there is none yet."""
+    """Return the complete lines from `begin` on, about LINE_READ_BYTES of them; nothing if there is none yet."""
     file.seek(begin)
     read = b""
     while piece := file.read(LINE_READ_BYTES):

@@ -40,7 +40,7 @@ class RunView:
     validation: Sequence[tuple[int, float]] = ()
     """(step, loss on held-out text)."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Part of a step (`plan.calibration.PARTS`) -> seconds, the mean of the last steps."""
+    """Part of a step (`plan.calibration.CALIBRATED_PARTS`) -> seconds, the mean of the last steps."""
     predicted_parts: Mapping[str, float] = field(default_factory=dict)
     predicted_step_s: float | None = None
     predicted_memory_bytes: float | None = None

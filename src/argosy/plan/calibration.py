@@ -189,7 +189,7 @@ GUESS_WEIGHT = 4
 """Weight of these guesses, as a number of measurements: with many more measurements, their own scatter counts."""
 ITERATIONS, FACTOR_LONGEST_MOVE = 30, 1.0
 LEFT_OUT_STD_SHARE = 0.9
-"""A factor with a standard deviation above this share of PRIOR_STD is left out: the runs tell too little about it."""
+"""A factor with a standard deviation above this share of FACTOR_STD is left out: the runs tell too little about it."""
 
 
 @dataclass(frozen=True)

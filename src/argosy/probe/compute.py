@@ -274,7 +274,7 @@ def _sum_s(compressor: Compressor, group: dist.ProcessGroup, device: torch.devic
 
 
 DISK_FILE_BYTES = 2**26
-"""Bytes of each process's file, a multiple of BLOCK_BYTES."""
+"""Bytes of each process's file, a multiple of DISK_BLOCK_BYTES."""
 DISK_BLOCK_BYTES = 2**22
 KERNEL_ROWS, SEQ_LEN = 64, 512
 """Batch and sequence length of the steps that are loaded if no run gives them."""

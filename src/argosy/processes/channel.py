@@ -56,7 +56,7 @@ class Channel:
     def send(
         self, kind: str, /, *, data: Sequence[Data] | None = None, descriptors: Sequence[int] = (), **facts: Any
     ) -> None:
-        """Send a message. Raises: Gone, as does every later call: half of a message may have been sent."""
+        """Send a message. Raises: ChannelClosed, as does every later call: half of a message may have been sent."""
         message: Message = {"kind": kind, **facts}
         if data is not None:
             message["data"] = [memoryview(part).nbytes for part in data]
@@ -81,7 +81,7 @@ class Channel:
     def take(self) -> list[Message]:
         """Return the messages that have come since; none, if there are none.
 
-        Raises: Gone once the other end has closed and everything it sent was taken.
+        Raises: ChannelClosed once the other end has closed and everything it sent was taken.
         """
         why = ""
         while not why:
@@ -98,7 +98,7 @@ class Channel:
         return messages
 
     def receive(self) -> Message:
-        """Return the next message, however long it takes to come. Raises: Gone."""
+        """Return the next message, however long it takes to come. Raises: ChannelClosed."""
         while not self._messages:
             try:
                 self._read()
@@ -124,7 +124,10 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self, flags: int = 0) -> None:
-        """Receive more bytes. Raises: OSError, also if the other end has closed; Gone if they are no message."""
+        """Receive more bytes.
+
+        Raises: OSError, also if the other end has closed; ChannelClosed if they are no message.
+        """
         # Not socket.recv_fds, which ignores its flags.
         data, carried, _, _ = self._socket.recvmsg(
             CHANNEL_RECEIVE_BYTES, socket.CMSG_LEN(MOST_DESCRIPTORS * INT.size), flags
@@ -139,7 +142,10 @@ class Channel:
             self._messages.append(message)
 
     def _next(self) -> Message | None:
-        """Return the first of the unread bytes as a message, if it is all there. Raises: Gone if it is none."""
+        """Return the first of the unread bytes as a message, if it is all there.
+
+        Raises: ChannelClosed if it is none.
+        """
         if self._head is None:
             end = self._unread.find(b"\n")
             if end < 0:
@@ -165,7 +171,7 @@ class Channel:
 
 
 def _parsed(line: bytearray) -> Message:
-    """Return the message of a line. Raises: Gone if it is none."""
+    """Return the message of a line. Raises: ChannelClosed if it is none."""
     with suppress(ValueError):
         message = json.loads(line)
         if isinstance(message, dict) and "kind" in message and _counts(message):

@@ -119,7 +119,10 @@ class Child:
         return self._process.returncode
 
     def hear(self, timeout_s: float) -> list[Message]:
-        """Return what it has said; wait for that up to `timeout_s`. Raises: Gone once it has closed its end."""
+        """Return what it has said; wait for that up to `timeout_s`.
+
+        Raises: ChannelClosed once it has closed its end.
+        """
         if self.channel.fileno() >= 0:
             self.channel.wait(timeout_s)
         return self.channel.take()
@@ -130,7 +133,7 @@ class Child:
         self._wait()
 
     def reap(self) -> str:
-        """Say how it ended. Call this once it is Gone; if it has not ended within `KILL_WAIT_S`, kill it."""
+        """Say how it ended. Call this once its channel is closed; if it has not ended within `KILL_WAIT_S`, kill it."""
         if not self._wait():
             self.kill()
         return "it cannot be ended" if self.exit_code is None else end_in_words(self.exit_code)

@@ -206,7 +206,7 @@ class Connection:
         return self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
 
     def _use(self, frames: list[bytes]) -> None:
-        """Take what is whole from the unread bytes. Raises: Stranger, ConnectionError."""
+        """Take what is whole from the unread bytes. Raises: HandshakeFailed, ConnectionError."""
         while self._keys is None and len(self._unread) >= self._wanted:
             self._advance(self._cut(self._wanted))
         keys, at, head_bytes = self._keys, 0, LENGTH.size + self._mark_bytes

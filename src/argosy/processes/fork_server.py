@@ -128,7 +128,7 @@ class ForkServer:
     def take(self) -> list[Message]:
         """Return what was "forked" (key, pid) and what has "ended" (pid, exit_code) since the last call.
 
-        Raises: Gone.
+        Raises: ChannelClosed.
         """
         messages = self._process.channel.take()
         self.has_forked = self.has_forked or bool(messages)
@@ -138,7 +138,7 @@ class ForkServer:
         """Return the first message of the process that `fork` was asked for under `key`, over its `channel`.
 
         limit_s, stopped_s: of the `Patience` with the fork server until it has forked, and then with the process.
-        Raises: Gone if the process ended without one; Unanswered.
+        Raises: ChannelClosed if the process ended without one; Unanswered.
         """
         patience = Patience(self.pid, limit_s, stopped_s)
         while not channel.wait(ANSWER_LOOK_S):

@@ -131,7 +131,9 @@ class HandshakeFailed(Exception):
 
 
 Handshake = Generator[tuple[bytes, int], bytes, Keys]
-"""Yields what to send, and how many bytes to send it back of what then comes; returns the keys. Raises: Stranger."""
+"""Yields what to send, and how many bytes to send it back of what then comes; returns the keys.
+
+Raises: HandshakeFailed."""
 
 
 def listen(secret: bytes) -> Handshake:

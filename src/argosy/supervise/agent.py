@@ -66,7 +66,7 @@ class Agent:
     """Holds a run's processes on one node until the run has ended."""
 
     def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, fork_server: ForkServer, quiet: bool = False):
-        """`fork_server` has imported `WORKER`'s module. `quiet`: what rank 0 prints goes to its log too."""
+        """`fork_server` has imported `WORKERS_IMPORTS`. `quiet`: what rank 0 prints goes to its log too."""
         self._run_dir, self._run, self._plan, self._fork_server = run_dir, run, plan, fork_server
         self._launch = run.launch
         self._name, self._process = node_name(self._launch), uuid.uuid4().hex

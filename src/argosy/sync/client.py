@@ -163,7 +163,10 @@ class Client:
                 self._inbox[name].append((message, data))
 
     def _take(self, name: str) -> tuple[FromPart, bytes] | None:
-        """Wait a little for a server's next message; None if none has come. Raises: Closed, UserError, RunFailed."""
+        """Wait a little for a server's next message; None if none has come.
+
+        Raises: WorkerStopped, UserError, RunFailed.
+        """
         if not self._inbox[name]:
             self._turn(WAIT_S)
         if self._is_closed.is_set():
@@ -222,7 +225,7 @@ class Client:
             return WorkerTask("score", task.version)
 
     def _pull(self, number: int, generation: str, version: int) -> None:
-        """Receive the weights of one server. Raises: AskAgain if it does not have them."""
+        """Receive the weights of one server. Raises: WorkRevoked if it does not have them."""
         name, vector = self._names[number], self._weights[number].view(np.uint8)
         ask, said_on = 0, 0
         missing = set(range(0, len(vector), MESSAGE_PIECE_BYTES))

@@ -354,7 +354,7 @@ class UpdateLedger(LedgerFile):
         return forgotten
 
     def add(self, update: AppliedUpdate, item_samples: int, loss: float) -> None:
-        """Add the line of an update. item_samples: of each item (`Dealing`)."""
+        """Add the line of an update. item_samples: of each item (`DealtItems`)."""
         self.updates.append(update)
         samples = [(update.item * item_samples, (update.item + 1) * item_samples)]
         line = UpdateLine(

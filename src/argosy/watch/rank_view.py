@@ -154,7 +154,7 @@ def _marks(reader: RunReader, slots: dict[int, str]) -> dict[str, list[dict[str,
 
 
 def devices(reader: RunReader, first: float | None = None, last: float | None = None, points: int = NODE_POINTS) -> Any:
-    """Return what devices and hosts did, by node: columns over time, at most `points` of them, of MOST_NODES nodes."""
+    """Return columns over time of devices and hosts, at most `points` long, for the first MOST_SHOWN_NODES nodes."""
     shown = list(reader.nodes)[:MOST_SHOWN_NODES]
     nodes = []
     for node in shown:

@@ -138,7 +138,7 @@ def step_parts(
     """Return the seconds of each category by step, and of a usual step of this stretch beside the prediction.
 
     parts: category -> mean seconds of the steps behind each point; they add up to the step. predicted and measured:
-    the four parts that both sides can tell (`plan.calibration.PARTS`); measured is the mean over the middle
+    the four parts that both sides can tell (`plan.calibration.CALIBRATED_PARTS`); measured is the mean over the middle
     half of the steps, by duration. communication: by axis and tier, seconds and bytes of a step, mean of that half.
     sync: means of what lines say of the agreement of replicas or sites (docs/metrics.md), and its ratio by step.
     sites: each site's part in the rounds of this stretch.

@@ -9,7 +9,7 @@ Where a cluster's file says how nodes are joined, `plan.cost.fabric` has the gro
 them is in `plan.cost.collectives`.
 
 Bytes of compressed sums are about those of `plan.cost.traffic`, which counts one plan's exactly. The work is as `argosy
-probe` measured it, or follows from the table `plan.sync.COMPRESSORS`: a GPU takes the bytes that are moved over its
+probe` measured it, or follows from `plan.sync.COMPRESSOR_COSTS`: a GPU takes the bytes that are moved over its
 memory bandwidth, and LAUNCHES kernels for each bucket; a CPU the seconds for a number. Residuals take 4 bytes for each
 number that is summed, and as much again while a step may still be taken back (`sync.compressor.BucketMemory`); `sign`
 keeps a momentum in the same way. Sites keep what they agreed on: 4 bytes of weights for each number whose state is on

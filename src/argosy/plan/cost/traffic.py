@@ -11,7 +11,7 @@ equal shares), a step sends
 
     axis       collective                     size                  times
     replicate  all_reduce, zero 0             r N                   1           or of the shard, r N/n, after it;
-                                                                    with `sync`, or in tiers: `sync_traffic`
+                                                                    with `sync`, or in tiers: `_replicas`
     shard      reduce_scatter, zero 1 to 3    r N                   1
                all_gather, zero 1, 2          w N                   1           of updated values
                all_gather, zero 3             e N, fp8_gather N     2 M         blocks; what is around them M

@@ -76,7 +76,7 @@ class Points:
     memory_bytes: Floats
     memory_bytes_per_s: Floats
     link_bytes_per_s: Floats
-    """Bandwidth of a link as specified; rings get `ring_share` of it."""
+    """Bandwidth of a link as specified; rings get the share of it that they get on the base."""
     link_latency_s: Floats
     node: Floats
     """Devices that the fast link joins."""

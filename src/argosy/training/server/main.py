@@ -207,7 +207,7 @@ class ParameterServer:
     # ---- messages -----------------------------------------------------------------------------------------------
 
     def _hear(self, name: str, message: say.FromPart, data: bytes) -> None:
-        """Do what a message asks for. Raises: Refuses."""
+        """Do what a message asks for. Raises: RequestRefused."""
         if name in self._layout.addresses:
             self._hear_server(name, message)
         elif isinstance(message, say.PartHello):
@@ -221,7 +221,7 @@ class ParameterServer:
             raise RequestRefused("it announced its end")
 
     def _serve(self, name: str, message: say.FromPart, data: bytes) -> None:
-        """Do what a worker asks for. Raises: Refuses."""
+        """Do what a worker asks for. Raises: RequestRefused."""
         leader = self._leader
         match message:
             case say.PullWeights():
@@ -267,7 +267,7 @@ class ParameterServer:
     # ---- servers ------------------------------------------------------------------------------------------------
 
     def _hear_server(self, name: str, message: say.FromPart) -> None:
-        """Hear another server: the first one is obeyed. Raises: Refuses."""
+        """Hear another server: the first one is obeyed. Raises: RequestRefused."""
         match message:
             case say.PartHello():
                 for untold in self._untold.pop(name, []):

@@ -139,7 +139,7 @@ class ServerShard:
         self.generation, self.version, self._sent = generation, version, None
 
     def weights(self, generation: str, version: int) -> bytes | None:
-        """Return the bytes of the weights if they are of `version` or newer, else None. Raises: Refuses."""
+        """Return the bytes of the weights if they are of `version` or newer, else None. Raises: RequestRefused."""
         if generation != self.generation:
             raise RequestRefused(f"weights of {generation}, and this server is at {self.generation}")
         if self.version < version:
@@ -149,7 +149,7 @@ class ServerShard:
         return self._sent
 
     def apply(self, generation: str, update: int, lease: str, rate: float) -> None:
-        """Apply a worker's gradient as update `update` at this learning rate. Raises: Refuses if it cannot."""
+        """Apply a worker's gradient as update `update` at this learning rate. Raises: RequestRefused if it cannot."""
         if generation != self.generation or update != self.version:
             raise RequestRefused(
                 f"update {update} of {generation}, and this server is at {self.version} of {self.generation}"
@@ -173,7 +173,7 @@ class ServerShard:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def stage(self, site: str, lease: str, at: int, data: bytes) -> None:
-        """Keep a piece of a worker's gradient; that of what it was dealt before is dropped. Raises: Refuses.
+        """Keep a piece of a worker's gradient; that of what it was dealt before is dropped. Raises: RequestRefused.
 
         The gradient of a worker that ends stays: the first server's order to apply it may be on its way.
         """
