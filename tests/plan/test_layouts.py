@@ -23,7 +23,10 @@ def test_a_row_is_the_plan_it_was_made_of():
     assert [columns.plan(row) for row in range(len(columns))] == PLANS
 
 
-@pytest.mark.parametrize("what", ["dp", "world_size", "portions", "most_portions"])
+@pytest.mark.parametrize(
+    "what",
+    ["dp", "world_size", "portions", "most_portions", "shares_state", "replicas", "shares_experts", "expert_replicas"],
+)
 def test_what_follows_from_the_axes(what):
     assert getattr(Layouts.of(PLANS), what).tolist() == [getattr(plan, what) for plan in PLANS]
 

@@ -31,7 +31,7 @@ from argosy.observe.screen import Progress
 from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.plan import NOT_OF_SITES, Plan, is_asynchronous, said_in, way_of_sites, with_sync
 from argosy.plan.search.agreement import CHOSEN_KEYS, check_sites_of, choose_rounds
-from argosy.plan.sync import LOCAL
+from argosy.plan.sync import LOCAL, USUAL_OF_SITES
 from argosy.sync.layout import SITES, Sites, at_site, group_folder, site_folder
 from argosy.sync.length import check_length
 from argosy.sync.links import keys_of
@@ -75,11 +75,12 @@ def with_rounds(run: RunConfig, folders: Sequence[Path], say: Callable[[str], No
         say(chosen.in_words())
         before = chosen.sync
     kept = {key: getattr(before, key) for key in CHOSEN_KEYS if key not in given}
+    plans = [site.plan and with_sync(site.plan, USUAL_OF_SITES) for site in run.sites]
     return run.model_copy(
         update={
             "sync": run.sync.model_copy(update=kept),
-            "plan": with_sync(run.plan, "diloco"),
-            "sites": tuple(s.model_copy(update={"plan": s.plan and with_sync(s.plan, "diloco")}) for s in run.sites),
+            "plan": with_sync(run.plan, USUAL_OF_SITES),
+            "sites": tuple(s.model_copy(update={"plan": p}) for s, p in zip(run.sites, plans, strict=True)),
         }
     )
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from argosy.accelerator import NCCL
-from argosy.plan.cost.traffic import ENDS, STAGE, SUM_TIERS, WORLD, spanning_axis
+from argosy.plan.cost.traffic import ENDS, STAGE, SUM_TIERS, WORLD, axis_sizes, spanning_axis
 from argosy.plan.plan import MESH_AXES, Plan
 
 EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
@@ -188,21 +188,13 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
     if plan.world_size == 1:
         return Meshes()
     timeout = timedelta(seconds=timeout_s)
-    together = plan.dp_shard * plan.cp
-    replicas, shard = (together, 1) if plan.zero == 0 else (1, together)
-    expert_replicas, expert_shard = (together // plan.ep, 1) if plan.zero == 0 else (1, together // plan.ep)
+    sizes_of = {axis: getattr(plan, axis) for axis in MESH_AXES} | axis_sizes(plan)
     axes, state, experts = (
-        init_device_mesh(device_type, tuple(view.values()), mesh_dim_names=tuple(view))
+        init_device_mesh(device_type, tuple(sizes_of[axis] for axis in view), mesh_dim_names=view)
         for view in (
-            {axis: getattr(plan, axis) for axis in MESH_AXES},
-            {"pp": plan.pp, "replicate": plan.dp_replicate * replicas, "shard": shard, "tp": plan.tp},
-            {
-                "pp": plan.pp,
-                "expert_replicate": plan.dp_replicate * expert_replicas,
-                "expert_shard": expert_shard,
-                "ep": plan.ep,
-                "tp": plan.tp,
-            },
+            MESH_AXES,
+            ("pp", "replicate", "shard", "tp"),
+            ("pp", "expert_replicate", "expert_shard", "ep", "tp"),
         )
     )
     for ranks in axes.mesh.reshape(plan.pp, -1).tolist():

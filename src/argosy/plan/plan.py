@@ -16,7 +16,7 @@ from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
 from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
-from argosy.plan.sync import COMPRESSED, WITH_SERVERS, Sync
+from argosy.plan.sync import COMPRESSED, USUAL_OF_SITES, WITH_SERVERS, Sync
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "mxfp8"]
 FP8: dict[Precision, int] = {"fp8": 16, "fp8_rowwise": 16, "mxfp8": 32}
@@ -324,7 +324,7 @@ def with_sync(text: str, word: str) -> str:
 
 def way_of_sites(plan: str) -> str:
     """Return the word by which sites agree under a plan, as a run file has it. Raises: UserError, as `words_of`."""
-    return said_in(plan).words.get("sync", "diloco")
+    return said_in(plan).words.get("sync", USUAL_OF_SITES)
 
 
 def is_asynchronous(plan: str) -> bool:

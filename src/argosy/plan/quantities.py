@@ -109,6 +109,16 @@ class Quantities(Generic[NumberT]):
         return self.dp * self.cp // self.shares_state
 
     @property
+    def shares_experts(self: Any) -> NumberT:
+        """Ranks that share one copy of the state of experts, each of which `ep` of the ranks do not have."""
+        return 1 + (self.zero > 0) * (self.dp_shard * self.cp // self.ep - 1)
+
+    @property
+    def expert_replicas(self: Any) -> NumberT:
+        """Replicas of the state of experts."""
+        return self.dp * self.cp // self.ep // self.shares_experts
+
+    @property
     def shards_parameters(self: Any) -> Any:
         """True if FSDP2 splits the parameters; a rank alone has nothing to share."""
         return (self.zero == 3) & (self.dp_shard * self.cp > 1)

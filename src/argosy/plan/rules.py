@@ -333,7 +333,7 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
     return NOT_OF_SITES.format(plan.sync)
 
 
-@rule(lambda p, run: p.is_("sync", *COMPRESSED) & (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1)))
+@rule(lambda p, run: p.is_("sync", *COMPRESSED) & (p.replicas == 1))
 def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
     return (
         f"plan.sync = {plan.sync} with plan.dp_replicate = 1: it says how replicas of the state sum their gradients, "
@@ -362,8 +362,8 @@ def replicas_that_replay_are_whole(plan: Plan, run: RunConfig) -> str:
 
 
 def _tiers_do_not_divide(p: Plans) -> Any:
-    unit, replicas = p.sum_inside * p.sum_between, p.dp_replicate * (1 + (p.zero == 0) * (p.dp_shard * p.cp - 1))
-    cut = (unit > 1) & ((replicas % unit != 0) | (unit >= replicas))
+    unit = p.sum_inside * p.sum_between
+    cut = (unit > 1) & ((p.replicas % unit != 0) | (unit >= p.replicas))
     return cut | ((p.sum_between > 1) & (p.sum_inside == 1))
 
 
@@ -401,7 +401,7 @@ def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str
     return f"{said}, and a loss scale would be found anew each time. Try precision=bf16 or fp32."
 
 
-@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank or run.evaluate.tasks))
+@rule(lambda p, run: p.is_("sync", *WITH_SERVERS) & bool(run.train.frozen or run.lora.rank or run.evaluate.tasks))
 def servers_train_all_weights_and_score_no_tasks(plan: Plan, run: RunConfig) -> str:
     key = "train.frozen" if run.train.frozen else "lora.rank" if run.lora.rank else "evaluate.tasks"
     return f"{key} is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."

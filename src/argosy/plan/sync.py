@@ -147,15 +147,17 @@ COMPRESSOR_COSTS: Mapping[str, CompressorCost] = {
 """Words that sum gradients in every step, in fewer bytes."""
 
 COMPRESSED = tuple(COMPRESSOR_COSTS)
-LOCAL = ("local", "diloco")
+SITE_BYTES: Mapping[str, float] = {"local": 4, "diloco": 8}
+"""Word -> bytes that a site keeps for each number whose state is on the rank: weights agreed on, outer momentum."""
+LOCAL = tuple(SITE_BYTES)
 """Words by which sites train alone for some steps and then agree on the weights."""
 WITH_SERVERS = ("async",)
 """Words by which workers, none of which waits for another, agree through parameter servers that hold the weights."""
 OF_SITES = (*LOCAL, *WITH_SERVERS)
 """Words of a run with sites."""
+USUAL_OF_SITES = "diloco"
+"""The word of sites whose plan names none."""
 SYNC_WORDS = ("exact", *COMPRESSED, *OF_SITES)
-SITE_BYTES: Mapping[str, float] = {"local": 4, "diloco": 8}
-"""Word -> bytes that a site keeps for each number whose state is on the rank: weights agreed on, outer momentum."""
 
 if TYPE_CHECKING:
     Sync: TypeAlias = str

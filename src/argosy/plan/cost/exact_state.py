@@ -177,13 +177,11 @@ def local_shard_of(parameter: Parameter, plan: Plan, rank: int) -> LocalShard:
     local = list(parameter.shape)
     if parameter.tp_dim is not None:
         local[parameter.tp_dim] = _chunk_of(local[parameter.tp_dim], plan.tp, at["tp"])
-    together, among = plan.dp_shard * plan.cp, at["dp_shard"] * plan.cp + at["cp"]
+    shards, replicas, among = plan.shares_state, plan.replicas, at["dp_shard"] * plan.cp + at["cp"]
     if parameter.is_expert:
         local[0] //= plan.ep
-        together, among = together // plan.ep, among // plan.ep
-    if plan.zero == 0:
-        return LocalShard(tuple(local), 1, plan.dp_replicate * together, 0)
-    return LocalShard(tuple(local), together, plan.dp_replicate, among)
+        shards, replicas, among = plan.shares_experts, plan.expert_replicas, among // plan.ep
+    return LocalShard(tuple(local), shards, replicas, among if shards > 1 else 0)
 
 
 def place_of(rank: int, plan: Plan) -> dict[str, int]:

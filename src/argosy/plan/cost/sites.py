@@ -47,7 +47,7 @@ from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
 from argosy.plan.parameters import parameters, trained_shapes
 from argosy.plan.plan import NO_WORKERS, Plan, has_workers
-from argosy.plan.sync import WIRE_BLOCK, WIRE_BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
+from argosy.plan.sync import USUAL_OF_SITES, WIRE_BLOCK, WIRE_BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
 from argosy.plan.workload import Numbers
 
 INNER_STEPS = (10, 50, 100, 500)
@@ -224,7 +224,7 @@ def outer_exchanges(costs: CostModel, cluster: Cluster, plan: Plan, inner_step_s
     whole = costs.run.sync.model_copy(update={"fragments": 1})
     costs = costs.on(costs.run.model_copy(update={"sync": whole}), costs.devices)
     sent, seconds = round_bytes(costs, cluster), round_s(costs, cluster)
-    words = str(plan.model_copy(update={"sync": "diloco"}))
+    words = str(plan.model_copy(update={"sync": USUAL_OF_SITES}))
     return [
         ExchangeCost(h, sent / h, inner_step_s + seconds / h, words, {"every_steps": h, "wire": whole.wire})
         for h in INNER_STEPS

@@ -180,17 +180,15 @@ def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
 
 def axis_sizes(plan: Plan) -> dict[str, int]:
     """Return the number of ranks along each of `SPANNING`."""
-    together = plan.dp_shard * plan.cp
-    shard, expert_shard = (1, 1) if plan.zero == 0 else (together, together // plan.ep)
     return {
         "pp": plan.pp,
         "tp": plan.tp,
         "cp": plan.cp,
-        "shard": shard,
-        "replicate": plan.dp_replicate * together // shard,
+        "shard": plan.shares_state,
+        "replicate": plan.replicas,
         "ep": plan.ep,
-        "expert_shard": expert_shard,
-        "expert_replicate": plan.dp_replicate * together // plan.ep // expert_shard,
+        "expert_shard": plan.shares_experts,
+        "expert_replicate": plan.expert_replicas,
     }
 
 

@@ -30,7 +30,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan, said_in
 from argosy.plan.search.search import best_to_run, plainest, search_to_run
 from argosy.plan.search.space import Pins, pins_of
-from argosy.plan.sync import Sync
+from argosy.plan.sync import USUAL_OF_SITES, Sync
 
 ORDER: tuple[Sync, ...] = ("exact", "int8", "int4", "powersgd")
 WORSE_BY = 0.1
@@ -59,7 +59,7 @@ class SyncChoice:
 def choose_word(costs: CostModel, pins: Pins) -> SyncChoice:
     """Return how replicas of the run should agree under the best plan that keeps to `pins`."""
     if costs.run.sites:
-        return SyncChoice("diloco", {})
+        return SyncChoice(USUAL_OF_SITES, {})
     found: dict[Sync, float] = {}
     for word in _allowed(costs.run):
         best = best_to_run(costs, {**pins, "sync": (word,)})
@@ -168,7 +168,7 @@ def _step_at(run: RunConfig, place: Cluster) -> tuple[CostModel, float]:
     costs = CostModel.of(run, place)
     words, is_auto, _ = said_in(run.plan)
     written = Plan.from_words(words)
-    pins: Pins = {**pins_of(written, words, is_auto), "sync": ("diloco",)}
+    pins: Pins = {**pins_of(written, words, is_auto), "sync": (USUAL_OF_SITES,)}
     if not is_auto:
         costs = costs.on(costs.run, written.world_size)
     found = search_to_run(costs, pins)

@@ -27,6 +27,7 @@ from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import MESH, MESH_AXES, Plan, word_of, words_of
 from argosy.plan.quantities import divisors, factorizations, neighbours
 from argosy.plan.rules import OF_MICROBATCHES, breaks_any, first_problem
+from argosy.plan.sync import USUAL_OF_SITES
 
 Mask = NDArray[np.bool_]
 Table = dict[str, NDArray[Any]]
@@ -168,7 +169,7 @@ class Space:
             "precision": self._of("precision", self.costs.precision),
             "weights": self._of("weights", "fp32"),
             "reduce": self._of("reduce", "fp32"),
-            "sync": self._of("sync", "diloco" if self.run.sites else "exact"),
+            "sync": self._of("sync", USUAL_OF_SITES if self.run.sites else "exact"),
             "sum_inside": self._of("sum_inside", 1),
             "sum_between": self._of("sum_between", 1),
             "bucket_mb": self._of("bucket_mb", Plan().bucket_mb),
