@@ -19,7 +19,7 @@ from argosy.config.load import build as build_config
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.models import hf, tensor_file
-from argosy.models.hf_names import pieces_of, their_shapes
+from argosy.models.hf_names import conversions_of, their_shapes
 from argosy.models.lazy_weights import FolderWeights, HeldWeights
 from argosy.models.tensor_file import FILE_CODES, FILE_DTYPES, StoredTensor
 from argosy.plan.parameters import state_table
@@ -97,7 +97,7 @@ def preset(name: str) -> ModelConfig:
 def test_two_tensors_are_in_memory_at_most_while_a_model_goes_in_and_out(name, monkeypatch):
     config = preset(name)
     shapes = {name: parameter.shape for name, parameter in state_table(config).items()}
-    pieces = pieces_of(config)
+    pieces = conversions_of(config)
     theirs = {n: s for piece in pieces for n, s in zip(piece.theirs, their_shapes(piece, shapes), strict=True)}
     stored = {n: OnMeta("model.safetensors", n, s, "BF16", 0, lambda *_: None) for n, s in theirs.items()}
     monkeypatch.setattr(tensor_file, "bytes_of", lambda tensor: WithoutNumbers(tensor.nbytes))

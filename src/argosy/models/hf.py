@@ -30,7 +30,7 @@ from argosy.models.hf_config import config_from_json, config_to_json, is_same_mo
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import TENSOR_NAMES
 from argosy.models.hf_layers import refuse
-from argosy.models.hf_names import Conversion, copies_of, pieces_of, their_shapes
+from argosy.models.hf_names import Conversion, conversions_of, copies_of, their_shapes
 from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights
 from argosy.models.quantised import Stored, WeightCompression, compressed, dequantised
 from argosy.models.tensor_file import StoredTensor, TensorToWrite, read_header, write_tensors
@@ -112,7 +112,7 @@ def tensors_to_write(
     source: LazyWeights, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, TensorToWrite]]:
     """Yield their tensors, in the order of ours."""
-    for piece in pieces_of(config):
+    for piece in conversions_of(config):
         first = piece.ours[0]
         theirs = dtype or source.dtype(first)
         if dtype is not None and first.endswith(KEPT_IN_FP32):
@@ -286,7 +286,7 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     if skipped := family_of(config.family).skipped:
         known = {n: w for n, w in known.items() if not n.startswith(skipped)}
     config, known = _further_of(config, known, folder)
-    pieces, shapes = pieces_of(config), _shapes(config)
+    pieces, shapes = conversions_of(config), _shapes(config)
     _check_names(known.keys(), {name for piece in pieces for name in piece.theirs}, folder.name)
     for piece in pieces:
         for name, shape in zip(piece.theirs, their_shapes(piece, shapes), strict=True):

@@ -38,8 +38,8 @@ class Conversion:
     tensor of theirs; together: neither."""
 
 
-def pieces_of(config: ModelConfig) -> list[Conversion]:
-    """Return the pieces of a model's state, in its order."""
+def conversions_of(config: ModelConfig) -> list[Conversion]:
+    """Return the conversions of all weights of a model, in its order."""
     family = family_of(config.family)
     fused = {ours: (theirs, rule) for theirs, rule in family.fused.items() for ours in rule.ours}
     shapes = {name: parameter.shape for name, parameter in state_table(config).items()}

@@ -25,7 +25,7 @@ from argosy.config.train import ALL_LINEAR, LoraConfig
 from argosy.errors import UserError
 from argosy.files import read_at_most, whole_folder
 from argosy.models.hf import table_of
-from argosy.models.hf_names import Conversion, pieces_of
+from argosy.models.hf_names import Conversion, conversions_of
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -60,7 +60,7 @@ def peft_modules(config: ModelConfig) -> Iterator[PeftModule]:
     Raises: UserError if the class has a matrix of several layers that no adapter of its can stand for.
     """
     table = parameter_table(config)
-    for piece in pieces_of(config):
+    for piece in conversions_of(config):
         if not any(name in table and table[name].is_linear for name in piece.ours):
             continue
         is_stack = table[piece.ours[0]].is_expert

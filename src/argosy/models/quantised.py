@@ -24,7 +24,7 @@ from argosy.config.model import ModelConfig
 from argosy.data.stores.model_folder import CompressedFormat
 from argosy.errors import UserError
 from argosy.models.hf_layers import refuse
-from argosy.models.hf_names import pieces_of
+from argosy.models.hf_names import conversions_of
 from argosy.models.tensor_file import StoredTensor, TensorToWrite
 from argosy.plan.parameters import state_table
 
@@ -257,7 +257,7 @@ def compressed(
             "attention. Export with --format safetensors."
         )
     table = state_table(config)
-    linear = {n for piece in pieces_of(config) if table[piece.ours[0]].is_linear for n in piece.theirs}
+    linear = {n for piece in conversions_of(config) if table[piece.ours[0]].is_linear for n in piece.theirs}
     linear = {name for name in linear if len(tensors[name].shape) == 2}
     return dict(_compressed(tensors, linear, compression)), compression.settings(
         ["score" if config.score else "lm_head"]
