@@ -53,8 +53,15 @@ def holdings(world: World, plan: str, model: dict) -> dict[str, tuple[np.ndarray
     return found
 
 
-@pytest.mark.parametrize("model", [MODEL, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        *((plan, MODEL) for plan in PLANS),
+        # What is tied is on several ranks of a pipeline alone.
+        *(pytest.param(plan, TIED, marks=() if "pp" in plan else pytest.mark.slow) for plan in PLANS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "tied" if value is TIED else "untied",
+)
 def test_the_boxes_of_all_ranks_are_the_whole_as_often_as_they_say(workers, plan, model):
     by_rank = workers.run(eager(plan).world_size, holdings, plan, model)
     for name, weight in decoder(**model).named_parameters():
@@ -101,28 +108,35 @@ def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def clipped(world: World, plan: str, model: dict, max_norm: float, scale: float) -> tuple[float, dict[str, Tensor]]:
-    pieces = laid_out(world, eager(plan), model=model).pieces
-    for piece in pieces:
-        piece.value.grad = piece.scatter(drawn(piece.name, piece.shape)) * scale
-    unscale(pieces, scale)
-    norm = world.sum(square_share(pieces)).sqrt().item()
-    clip(pieces, max_norm, norm)
-    return norm, {piece.name: piece.gather(piece.value.grad) for piece in pieces}
+CLIPS = [(0.5, 1.0), (0.5, 256.0), (1e6, 1.0), (0.0, 256.0)]
+"""The largest norm that is left alone, 0 for any, and the scale of the loss."""
 
 
-@pytest.mark.parametrize(("max_norm", "scale"), [(0.5, 1.0), (0.5, 256.0), (1e6, 1.0), (0.0, 256.0)])
+def clipped(world: World, plan: str, model: dict) -> list[tuple[float, dict[str, Tensor]]]:
+    """Return for each of `CLIPS` the norm, and the gradients once they are clipped."""
+    pieces, found = laid_out(world, eager(plan), model=model).pieces, []
+    for max_norm, scale in CLIPS:
+        for piece in pieces:
+            piece.value.grad = piece.scatter(drawn(piece.name, piece.shape)) * scale
+        unscale(pieces, scale)
+        norm = world.sum(square_share(pieces)).sqrt().item()
+        clip(pieces, max_norm, norm)
+        found.append((norm, {piece.name: piece.gather(piece.value.grad) for piece in pieces}))
+    return found
+
+
 @pytest.mark.parametrize("plan", ["", "dp_shard=4", "tp=2,dp_shard=2,zero=1", "pp=2,tp=2", "dp_shard=2,zero=0,pp=2"])
-def test_clipping_is_that_of_torch_on_the_whole_model(workers, plan, max_norm, scale):
+def test_clipping_is_that_of_torch_on_the_whole_model(workers, plan):
     """Each parameter counts once, the embedding that both ends of a pipeline hold and what all replicas hold too."""
-    reference = decoder(**TIED)
-    for name, parameter in reference.named_parameters():
-        parameter.grad = drawn(name, parameter.shape)
-    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm or float("inf")).item()
-    for norm, gradients in workers.run(eager(plan).world_size, clipped, plan, TIED, max_norm, scale):
-        assert norm == pytest.approx(expected, rel=1e-5)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-5, atol=1e-7, msg=name)
+    reference, found = decoder(**TIED), workers.run(eager(plan).world_size, clipped, plan, TIED)
+    for case, (max_norm, _) in enumerate(CLIPS):
+        for name, parameter in reference.named_parameters():
+            parameter.grad = drawn(name, parameter.shape)
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm or float("inf")).item()
+        for norm, gradients in (of_rank[case] for of_rank in found):
+            assert norm == pytest.approx(expected, rel=1e-5)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
