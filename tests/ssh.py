@@ -83,6 +83,7 @@ def _server(folder: Path, port: int) -> str:
         f"HostKey {folder}/host",
         f"AuthorizedKeysFile {folder}/authorized_keys",
         "StrictModes no",  # the folder of tests is in /tmp
+        f"SetEnv HOME={folder}",  # what this machine's user has every shell do takes longer than the commands
         "PermitRootLogin prohibit-password",
         "PasswordAuthentication no",
         "KbdInteractiveAuthentication no",
