@@ -175,19 +175,14 @@ QUICK = {
     ("dense", "dp_replicate=2,dp_shard=2,zero=3,sync=int8", "adamw"),
     ("dense", "dp_replicate=4,sum_inside=2,sync=int8", "adamw"),
     ("dense", "dp_shard=4,zero=1", "adamw"),
-    ("dense", "dp_shard=4,zero=2", "adamw"),
     ("dense", "dp_shard=4,zero=3", "adamw"),
     ("dense", "tp=2,microbatch=2", "adamw"),
     ("dense", "pp=2", "adamw"),
-    ("experts of whole blocks", "dp_shard=4,zero=3,precision=fp8_rowwise,fp8_gather=true", "adamw"),
     ("dense", "cp=2,zero=0,microbatch=4", "adamw"),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1", "adamw"),
     ("experts, predicting further", "pp=2,tp=2", "adamw"),
-    ("layers unlike", "cp=2,tp=2,microbatch=4,recompute=full", "adamw"),
     ("dense", "dp_shard=2,tp=2", "muon"),
-    ("an adapter of experts", "dp_shard=4,ep=2,zero=3", "adamw"),
     ("dense, the bottom frozen", "dp_shard=4,zero=3", "adamw"),
-    ("tied, frozen here and there", "tp=2,dp_shard=2,zero=2", "adamw"),
 }
 """In every run of the tests; the others in `make test-all`."""
 TABLE = [

@@ -99,9 +99,9 @@ def graphs_by_step(world: World, plan: str, sections: dict[str, Any]) -> list[in
     ("plan", "sections"),
     [
         ("microbatch=4", {"model": WINDOW}),
-        ("microbatch=4,recompute=full", {"lora": {"rank": 4}}),
+        pytest.param("microbatch=4,recompute=full", {"lora": {"rank": 4}}, marks=pytest.mark.slow),
         ("tp=2,microbatch=4", {}),
-        ("tp=2,microbatch=4,async_tp=true", {}),
+        pytest.param("tp=2,microbatch=4,async_tp=true", {}, marks=pytest.mark.slow),
         ("pp=2,microbatch=2", {}),
         ("cp=2,microbatch=2", {}),
         ("dp_shard=2,zero=3,microbatch=2,recompute=full", {}),

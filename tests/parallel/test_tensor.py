@@ -113,8 +113,20 @@ def step(world: World, variant: dict[str, Any], plan: str) -> tuple[float, dict[
     return share.item(), gradients(model)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+FOR_FOUR = ("llama", "one key/value head", "vocabulary that the ranks do not share evenly")
+"""Four ranks meet heads and rows that do not come out even; other variants are cut for two as for four."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "size"),
+    [
+        pytest.param(
+            variant, size, id=f"{name}-{size}", marks=() if size == 2 or name in FOR_FOUR else pytest.mark.slow
+        )
+        for name, variant in VARIANTS.items()
+        for size in (2, 4)
+    ],
+)
 def test_loss_and_gradients_are_those_of_one_process(workers, variant, size):
     model, micro = decoder(**variant), whole_batch()
     loss = model(micro.tokens_BT, micro.targets_BT, micro.positions_BT)

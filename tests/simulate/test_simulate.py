@@ -223,7 +223,7 @@ def test_a_simulated_rank_allocates_and_sends_what_a_real_one_does(
         ("dense", "tp=2,dp_shard=4,dp_replicate=2,zero=3,precision=bf16", 5),
         pytest.param("experts", "dp_shard=8,ep=4,zero=1", 3, marks=pytest.mark.slow),
         pytest.param("tied", "pp=2,tp=2,dp_shard=2,zero=2,microbatch=2", 6, marks=pytest.mark.slow),
-        ("linear", "tp=2,cp=2,microbatch=2", 3),
+        pytest.param("linear", "tp=2,cp=2,microbatch=2", 3, marks=pytest.mark.slow),
         pytest.param("linear", "cp=4,context=ulysses,recompute=full,microbatch=2", 3, marks=pytest.mark.slow),
     ],
 )

@@ -111,7 +111,12 @@ def test_a_step_that_is_not_finite_is_done_with_the_next_samples(workers, corpus
 
 @pytest.mark.parametrize("policy", ["skip", pytest.param("stop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "fault", ["nan@gradient:step=3,rank=1", "inf@loss:step=0,rank=0", "spike@loss:step=7,factor=20"]
+    "fault",
+    [
+        "nan@gradient:step=3,rank=1",
+        pytest.param("inf@loss:step=0,rank=0", marks=pytest.mark.slow),
+        "spike@loss:step=7,factor=20",
+    ],
 )
 def test_what_goes_wrong_once_is_done_again_and_changes_nothing(workers, corpus, tmp_path, undisturbed, policy, fault):
     run = three(corpus, resilience={"on_bad_step": policy, "spike_warmup_steps": 4})
@@ -211,7 +216,7 @@ def test_a_bit_flipped_in_one_of_three_replicas_changes_nothing(workers, corpus,
     assert event["ranks"] == [int(fault.split("rank=")[1][0])]
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_of_two_replicas_neither_is_trusted_and_the_run_goes_back(workers, corpus, tmp_path, step):
     run = run_config(corpus, checkpoint={"every_steps": 2})
     clean = workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path / "clean")[0]
@@ -229,7 +234,9 @@ def test_a_corrupt_state_with_nothing_to_go_back_to_is_not_gone_on_with(workers,
     assert issubclass(Retryable, Exception) and store.newest_whole(tmp_path) is None
 
 
-@pytest.mark.parametrize("fault", ["flip@bucket:rank=0,bit=1", "nan@loss:step=0,rank=0"])
+@pytest.mark.parametrize(
+    "fault", ["flip@bucket:rank=0,bit=1", pytest.param("nan@loss:step=0,rank=0", marks=pytest.mark.slow)]
+)
 def test_a_gradient_that_others_cannot_reproduce_is_computed_again(workers, corpus, tmp_path, undisturbed, fault):
     run = three(corpus, resilience={"replay_check_every_steps": 2})
     records = workers.run(3, train_with, run, "dp_replicate=3", tmp_path, fault)[0]
@@ -253,7 +260,7 @@ def test_the_time_of_a_check_is_recorded_beside_the_step_and_not_as_a_part_of_it
         assert line["step_time_s"] == pytest.approx(line["seconds"]["step"] - beside, abs=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1"])
+@pytest.mark.parametrize("plan", ["dp_replicate=2", pytest.param("dp_shard=2,zero=1", marks=pytest.mark.slow)])
 def test_a_sum_of_gradients_that_does_not_fit_its_checksum_is_made_again(workers, corpus, tmp_path, plan):
     clean = workers.run(2, train_in, run_config(corpus), eager(plan), tmp_path / "clean")[0]
     run = run_config(corpus, resilience={"check_collectives": True})
@@ -271,7 +278,7 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
     [
         pytest.param("dp_replicate=2,dp_shard=2", {}, marks=pytest.mark.slow),
         ("tp=2,dp_replicate=2", {}),
-        ("tp=2,dp_shard=2,zero=1", {"qk_norm": True, "family": "qwen3"}),
+        pytest.param("tp=2,dp_shard=2,zero=1", {"qk_norm": True, "family": "qwen3"}, marks=pytest.mark.slow),
         pytest.param("pp=2,dp_replicate=2,microbatch=2", {"tie_embeddings": True}, marks=pytest.mark.slow),
         pytest.param("cp=2,dp_replicate=2,zero=0", {}, marks=pytest.mark.slow),
         pytest.param("dp_shard=2,ep=2,dp_replicate=2", EXPERTS, marks=pytest.mark.slow),

@@ -135,8 +135,14 @@ def healed(world: World, plan: str, sick: list[tuple[int, str, int, int]]) -> tu
     return found, fingerprints.differ(), same
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("bit", [0, 23, 31])
+@pytest.mark.parametrize(
+    ("rank", "bit"),
+    [
+        pytest.param(rank, bit, marks=() if place == rank else pytest.mark.slow)
+        for rank in range(3)
+        for place, bit in enumerate((0, 23, 31))
+    ],
+)
 @pytest.mark.parametrize("name", [f"model.{TENSOR}", f"optimizer.{TENSOR}.exp_avg_sq"])
 def test_one_of_three_is_blamed_and_healed(workers, rank, bit, name):
     for found, differ, same in workers.run(3, healed, "dp_replicate=3", [(rank, name, 17, bit)]):

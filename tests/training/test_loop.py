@@ -36,7 +36,15 @@ def test_the_loss_falls(reference):
     assert losses(reference)[-1] < losses(reference)[0] - 0.3
 
 
-@pytest.mark.parametrize("plan", ["microbatch=8", "dp_replicate=2", "dp_replicate=2,microbatch=4", "dp_replicate=4"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "microbatch=8",
+        "dp_replicate=2",
+        "dp_replicate=2,microbatch=4",
+        pytest.param("dp_replicate=4", marks=pytest.mark.slow),
+    ],
+)
 def test_every_plan_gives_the_losses_of_one_process(workers, corpus, reference, tmp_path, plan):
     records = workers.run(eager(plan).world_size, train_in, run_config(corpus), eager(plan), tmp_path)[0]
     assert losses(records) == pytest.approx(losses(reference), rel=1e-5)
@@ -58,7 +66,7 @@ def test_a_run_that_died_between_saves_repeats_the_lost_steps_bit_for_bit(corpus
     assert _numbers(train_in(ALONE, run, EAGER, tmp_path)) == _numbers(reference)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_another_number_of_processes(workers, corpus, reference, tmp_path, before, after):
     run = run_config(corpus)
     workers.run(before, train_in, run, eager(f"dp_replicate={before}"), tmp_path, 3)

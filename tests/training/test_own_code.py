@@ -34,7 +34,9 @@ def alone(corpus, tmp_path_factory):
     return trained(World(), "", corpus, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("plan", ["dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2", "pp=2", "cp=2"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param("dp_shard=2,zero=2", marks=pytest.mark.slow), "dp_shard=2,zero=3", "tp=2", "pp=2", "cp=2"]
+)
 def test_every_mesh_gives_the_losses_of_one_process(workers, corpus, tmp_path, alone, plan):
     found = workers.run(2, trained, plan, corpus, tmp_path)[0]
     assert losses(found) == pytest.approx(losses(alone), rel=1e-5)

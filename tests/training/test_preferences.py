@@ -39,9 +39,9 @@ EXPERTS = {"family": "mixtral", "moe": {"experts": 4, "expert_ffn_width": 16, "a
 OBJECTIVES = ["dpo", "ipo", "simpo", "orpo", "kto", "reward"]
 PLANS = ["", "microbatch=2", "tp=2", "pp=2,microbatch=2", "cp=2", "dp_shard=2,zero=3"]
 QUICK = {
-    *(("dpo", plan) for plan in PLANS),
-    ("ipo", "tp=2"), ("simpo", "cp=2"), ("orpo", "pp=2,microbatch=2"), ("reward", "dp_shard=2,zero=3"),
-    ("reward", "cp=2"), ("kto", "dp_shard=2,zero=3"), ("kto", "cp=2"),
+    *(("dpo", plan) for plan in PLANS[1:]),
+    ("ipo", "microbatch=2"), ("simpo", "microbatch=2"), ("orpo", "pp=2,microbatch=2"), ("reward", "microbatch=2"),
+    ("kto", "cp=2"),
 }  # fmt: skip
 """Objective and plan, in every run of the tests: the formula differs by objective, what plans divide does not."""
 

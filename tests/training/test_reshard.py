@@ -52,7 +52,7 @@ def train(workers: WorkerPool, run: RunConfig, plan: Plan, run_dir, stop_after: 
         pytest.param("uneven", "dp_shard=4", "pp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("uneven", "tp=4", "dp_shard=2,zero=1", marks=pytest.mark.slow),
         pytest.param("uneven", "dp_shard=2,zero=2", "", marks=pytest.mark.slow),
-        ("uneven", "", "dp_shard=2,tp=2"),
+        pytest.param("uneven", "", "dp_shard=2,tp=2", marks=pytest.mark.slow),
         pytest.param("tied", "pp=2,layers=1:3", "pp=2,layers=3:1", marks=pytest.mark.slow),
         ("uneven", "dp_replicate=2,shares=3:1", "dp_replicate=2,dp_shard=2,zero=2,shares=1:3"),
         pytest.param(

@@ -50,7 +50,7 @@ def interrupted(
     [
         ("dp_replicate=2", 0, "live", 5),
         ("dp_shard=2,zero=1", 1, "memory", 4),
-        ("dp_replicate=2,sync=int8", 0, "memory", 4),
+        pytest.param("dp_replicate=2,sync=int8", 0, "memory", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_bit_for_bit_in_a_world_in_which_a_process_is_new(

@@ -85,7 +85,7 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "none"}}
     ("plan", "rows", "model"),
     [
         ("dp_shard=2,zero=3,microbatch=2", (0, 1, 4, 5), {}),
-        ("dp_shard=2,tp=2,zero=3,microbatch=1", (0, 4), {}),
+        pytest.param("dp_shard=2,tp=2,zero=3,microbatch=1", (0, 4), {}, marks=pytest.mark.slow),
         ("cp=2,microbatch=4", (0, 1, 2, 3), {}),
         pytest.param("dp_shard=2,cp=2,zero=3,microbatch=2", (0, 1, 4, 5), {}, marks=pytest.mark.slow),
         ("dp_shard=2,ep=2,zero=1,microbatch=2", (0, 1, 4, 5), EXPERTS),
@@ -105,8 +105,12 @@ def test_without_own_gradients_the_part_is_the_first_microbatch_of_all_ranks(
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
-        pytest.param("dp_shard=2,zero=3,microbatch=2", {}, marks=pytest.mark.slow),
-        ("dp_shard=2,ep=2,microbatch=2", {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "bias"}}),
+        ("dp_shard=2,zero=3,microbatch=2", {}),
+        pytest.param(
+            "dp_shard=2,ep=2,microbatch=2",
+            {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "bias"}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_gradient_that_is_computed_once_more_changes_nothing(workers, corpus, tmp_path, plan, model):

@@ -84,8 +84,8 @@ def experts() -> Norms:
         "dp_shard=2,zero=3,microbatch=2",
         "tp=2,microbatch=4",
         "pp=2,microbatch=2",
-        "pp=2,tp=2,microbatch=2",
-        "dp_replicate=2,dp_shard=2,microbatch=2",
+        pytest.param("pp=2,tp=2,microbatch=2", marks=pytest.mark.slow),
+        pytest.param("dp_replicate=2,dp_shard=2,microbatch=2", marks=pytest.mark.slow),
         "cp=2,microbatch=4",
     ],
 )
@@ -106,9 +106,25 @@ def test_the_norms_of_an_optimizer_on_the_host_are_there_too(dense):
     assert_equal(measured(World(), "microbatch=8,offload=optimizer", DENSE)[0], dense)
 
 
-@pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "adamw", "state": "int8"}, {"kind": "lion"},
-                                       {"kind": "muon"}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("plan", ["microbatch=4", "microbatch=4,weights=bf16"])
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        pytest.param(
+            f"microbatch=4{weights}",
+            optimizer,
+            # Weights in bf16 have masters in fp32, whatever the optimizer.
+            marks=pytest.mark.slow if weights and optimizer["kind"] != "adamw" else (),
+        )
+        for weights in ("", ",weights=bf16")
+        for optimizer in (
+            {"kind": "adamw"},
+            {"kind": "adamw", "state": "int8"},
+            {"kind": "lion"},
+            {"kind": "muon"},
+        )
+    ],
+    ids=str,
+)
 def test_weights_are_the_same_to_a_bit_with_norms_and_without(tmp_path, corpus, optimizer, plan):
     told = {}
     for every in (0, 1):

@@ -35,7 +35,7 @@ def numbers(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     ("plan", "axes"),
     [
         ("dp_replicate=2,microbatch=2", {"replicate"}),
-        ("dp_shard=2,zero=3,tp=2,microbatch=4", {"shard", "tp"}),
+        pytest.param("dp_shard=2,zero=3,tp=2,microbatch=4", {"shard", "tp"}, marks=pytest.mark.slow),
         ("pp=2,schedule=1f1b,microbatch=2", {"pp"}),
     ],
 )

@@ -126,7 +126,9 @@ def trained(
         arm("")
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2,microbatch=1", "dp_shard=2,zero=2,microbatch=1"])
+@pytest.mark.parametrize(
+    "plan", ["dp_replicate=2,microbatch=1", pytest.param("dp_shard=2,zero=2,microbatch=1", marks=pytest.mark.slow)]
+)
 def test_a_slow_rank_gets_less_and_the_losses_stay(workers, corpus, tmp_path, plan):
     even, found = tmp_path / "even", tmp_path / "rebalanced"
     expected = workers.run(2, trained, corpus, even, plan, False, 0.0)[0]
