@@ -147,8 +147,9 @@ def test_damaged_file_is_refused(write: Any, name: str, data: bytes) -> None:
 
 
 def test_file_that_vanished_is_refused(write: Any) -> None:
-    gone = reader(write("a.txt", b"x"))
-    Path(gone._files[0].path).unlink()
+    path = write("a.txt", b"x")
+    gone = reader(path)
+    path.unlink()
     with pytest.raises(UserError, match=r"a\.txt: cannot be read"):
         list(gone.read())
 

@@ -59,7 +59,7 @@ def test_restarts_at_other_world_sizes_see_every_sample_once(data: st.DataObject
 @given(orders())
 def test_every_epoch_visits_every_window_once(order: SampleOrder) -> None:
     samples = listed(order.samples(0, 1000))
-    for source, windows in enumerate(order._windows):
+    for source, windows in enumerate(order.windows):
         visits = [(epoch, window) for s, epoch, window in samples if s == source]
         assert len(set(visits)) == len(visits)
         for epoch in range(len(visits) // windows):
@@ -69,7 +69,7 @@ def test_every_epoch_visits_every_window_once(order: SampleOrder) -> None:
 @given(orders(), st.integers(0, 700))
 def test_counts_are_the_samples_before(order: SampleOrder, n: int) -> None:
     counted = Counter(order.samples(0, n).sources.tolist())
-    assert order.counts(n) == [counted[source] for source in range(len(order._windows))]
+    assert order.counts(n) == [counted[source] for source in range(len(order.windows))]
 
 
 def test_epochs_sources_and_seeds_have_orders_of_their_own() -> None:

@@ -124,7 +124,7 @@ def test_every_plan_says_what_one_process_says(workers: WorkerPool, family: str,
 
 def test_weights_in_bf16_take_half():
     model = RankModel(source("llama"), Plan.parse("precision=bf16,weights=bf16"), World())
-    assert {parameter.dtype for parameter in model._model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}
     tokens = torch.arange(24)[None]
     found, exact = model.logits(tokens), RankModel(source("llama"), Plan(), World()).logits(tokens)
     assert found is not None and exact is not None and found.dtype == torch.float32
@@ -133,7 +133,7 @@ def test_weights_in_bf16_take_half():
 
 def numbers_held(world: World, plan: str) -> int:
     model = RankModel(source("llama"), Plan.parse(plan), world)
-    return sum(piece.value.numel() for piece in pieces_of(model._model, model._meshes))
+    return sum(piece.value.numel() for piece in pieces_of(model.model, model.meshes))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "deepseek_v3", "gpt_oss"])

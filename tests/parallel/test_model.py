@@ -97,7 +97,7 @@ def ends_after_a_step(world: World, plan: str) -> list[torch.Tensor]:
     batch = batch_of(step.state.model, layout)
     step.apply(step.update(step.exchange(step.forward_backward(batch)), learning_rate=1e-2))
     assert sum(piece.name == "embedding.weight" for piece in step.state.model.pieces) <= 1
-    return [p.detach().clone() for part in step.state.model._parts for n, p in part.named_parameters() if "embed" in n]
+    return [p.detach().clone() for part in step.state.model.parts for n, p in part.named_parameters() if "embed" in n]
 
 
 @pytest.mark.parametrize(("plan", "held"), [("pp=2", [1, 1]), ("pp=2,schedule=zbv", [2, 0])])

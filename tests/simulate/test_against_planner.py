@@ -118,7 +118,7 @@ def planned_peak(plan: Plan, run: RunConfig) -> dict[str, float]:
     """Return the planner's bytes of rank 0 by category, without those of the device's own."""
     constants = Constants()
     model = MemoryModel(Layouts.of([plan]), Workload.of(run), System(), constants)
-    found = model._rank(first=True, last=plan.pp == 1)
+    found = model.on_rank(first=True, last=plan.pp == 1)
     state = {name: float(np.squeeze(getattr(found, name))) for name in OF_SIMULATED.values()}
     allocated = float(np.squeeze(found.total - found.reserve)) - constants.workspace_bytes
     return {**state, COMES_AND_GOES: allocated - sum(state.values())}

@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(corpus, reference, tmp_path,
 
 def test_stages_of_the_data_begin_at_their_step(corpus):
     run = ramped(corpus, data={"stages": [{"from_step": 5, "sources": {str(corpus): 2.0}}]})
-    assert open_data(run.data, run.seed, run.train.batches).order._starts == [0, sum(SIZES[:5])]
+    assert open_data(run.data, run.seed, run.train.batches).order.starts == [0, sum(SIZES[:5])]
 
 
 def test_a_plan_that_cannot_deal_out_a_stage_is_refused_with_its_batch(corpus):

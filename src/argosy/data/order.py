@@ -227,18 +227,20 @@ class SampleOrder:
     """
 
     def __init__(self, seed: int, windows: Sequence[int], stages: Sequence[MixtureStage]):
-        self._windows = list(windows)
+        self.windows = list(windows)
+        """Windows of each source."""
         self._keys = np.array([key_of(seed, "source", s) for s in range(len(windows))], np.uint64)
-        self._starts = [stage.first_sample for stage in stages]
+        self.starts = [stage.first_sample for stage in stages]
+        """The first sample of each stage."""
         self._mixtures = [Mixture(s.weights, key_of(seed, "stage", k)) for k, s in enumerate(stages)]
         self._drawn_before = [[0] * len(windows)]  # by stage: how many samples came from each source before it
-        for mixture, (start, stop) in zip(self._mixtures, pairwise(self._starts), strict=False):
+        for mixture, (start, stop) in zip(self._mixtures, pairwise(self.starts), strict=False):
             self._drawn_before.append(_add(self._drawn_before[-1], mixture.counts(stop - start)))
 
     def counts(self, n: int) -> list[int]:
         """Count how many of the first `n` samples come from each source, in O(log n) time."""
-        stage = bisect_right(self._starts, n) - 1
-        return _add(self._drawn_before[stage], self._mixtures[stage].counts(n - self._starts[stage]))
+        stage = bisect_right(self.starts, n) - 1
+        return _add(self._drawn_before[stage], self._mixtures[stage].counts(n - self.starts[stage]))
 
     def samples(self, start: int, stop: int) -> Samples:
         """Return samples `start` to `stop` of the run."""
@@ -253,15 +255,15 @@ class SampleOrder:
 
     def _sources(self, start: int, stop: int) -> Iterator[I64]:
         """Return the sources of samples `start` to `stop`, stage by stage."""
-        ends = [*self._starts[1:], stop]
-        for first, end, mixture in zip(self._starts, ends, self._mixtures, strict=True):
+        ends = [*self.starts[1:], stop]
+        for first, end, mixture in zip(self.starts, ends, self._mixtures, strict=True):
             low, high = max(start, first), min(stop, end)
             if low < high:
                 yield mixture.sources(low - first, high - first)
 
     def _visit(self, source: int, drawn: U64) -> tuple[U64, U64]:
         """Return epoch and window of the samples that come from `source` after `drawn` others."""
-        n = np.uint64(self._windows[source])
+        n = np.uint64(self.windows[source])
         epochs, places = drawn // n, drawn % n
         return epochs, permute(places, int(n), mix(self._keys[source] ^ mix(epochs)))
 

@@ -98,18 +98,18 @@ class RankModel:
         """Raises: UserError if the plan cannot lay the model out, or a weight is not there."""
         self.plan, self._world = plan_of_rows(plan), world
         run = run_of_rows(source.run, plan)
-        self._meshes, parts = lay_out(self.plan, run, world, _allocate, splits_tokens=False)
-        (self._model,) = parts.values()
-        _load([self._model], self._meshes, source)
+        self.meshes, parts = lay_out(self.plan, run, world, _allocate, splits_tokens=False)
+        (self.model,) = parts.values()
+        _load([self.model], self.meshes, source)
         #: This rank's place among the data-parallel ranks.
-        self.dp_rank = self._meshes.rank("dp_replicate") * self.plan.dp_shard + self._meshes.rank("dp_shard")
+        self.dp_rank = self.meshes.rank("dp_replicate") * self.plan.dp_shard + self.meshes.rank("dp_shard")
 
     @torch.no_grad()
     def logits(self, tokens_NT: Tensor) -> Tensor | None:
         """Return the logits of this rank's rows, fp32 [B, T, V]; None if another rank has them to tell."""
-        self._model.for_head = _all_tokens
+        self.model.for_head = _all_tokens
         y = self._outputs(self._mine(tokens_NT), None)
-        if y is None or self._meshes.rank("tp"):
+        if y is None or self.meshes.rank("tp"):
             return None
         return y[: len(self.rows_of(self.dp_rank, len(tokens_NT)))].float()
 
@@ -123,8 +123,8 @@ class RankModel:
         """Yield what `sample_rows` does, on all ranks alike, until `is_stopped` on rank 0, which is asked each step."""
         rows, each = len(asked.prompts), -(-len(asked.prompts) // self.plan.dp)
         room = max(len(p) + limit for p, limit in zip(asked.prompts, asked.limits, strict=True))
-        cache = self._model.new_cache(room)
-        self._model.for_head = _last_token
+        cache = self.model.new_cache(room)
+        self.model.for_head = _last_token
         is_over = False
 
         def next_tokens(tokens_NT: Tensor, uniform_N: Tensor) -> list[int]:
@@ -132,7 +132,7 @@ class RankModel:
             y_B1V = self._outputs(self._mine(tokens_NT), cache)
             # All rows of all ranks, filled up, and whether rank 0 was told to stop.
             told = torch.zeros(each * self.plan.dp + 1, dtype=torch.int64)
-            if y_B1V is not None and not self._meshes.rank("tp"):
+            if y_B1V is not None and not self.meshes.rank("tp"):
                 uniform_B = self._mine(uniform_N)
                 chosen = choose(y_B1V[:, -1].float(), asked.temperature, asked.top_p, uniform_B)
                 told[self.dp_rank * each : (self.dp_rank + 1) * each] = chosen.cpu()
@@ -155,7 +155,7 @@ class RankModel:
 
     def _outputs(self, tokens_BT: Tensor, cache: list[Cache] | None) -> Tensor | None:
         """Return logits of the whole vocabulary, [B, T, V], on the ranks of the last stage; None on the others."""
-        model, group, x = self._model, self._meshes.group("pp"), tokens_BT
+        model, group, x = self.model, self.meshes.group("pp"), tokens_BT
         if not model.stage.first:
             assert group is not None
             shape = (*tokens_BT.shape, model.config.width)
@@ -166,7 +166,7 @@ class RankModel:
             assert group is not None
             dist.send(y.contiguous(), group=group, group_dst=group.rank() + 1)
             return None
-        if (over := self._meshes.group("tp")) is not None:
+        if (over := self.meshes.group("tp")) is not None:
             y = gather_vocabulary(y.flatten(0, 1), over, model.config.vocab_size).unflatten(0, y.shape[:2])
         return y
 

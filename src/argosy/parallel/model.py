@@ -57,7 +57,8 @@ class ParallelModel:
         self.layout += f"mb{plan.bucket_mb}rank{run.sync.rank}"
         self.layout += f"tiers{plan.sum_inside}x{plan.sum_between}" * plan.sums_in_tiers
         self.layout += plan.layers and f"layers{plan.layers}"
-        self._parts = list(parts.values())
+        #: This rank's stages of the model, in their order.
+        self.parts = list(parts.values())
         self._further = run.model.mtp.modules
         self._take_mine = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
         #: This rank's layers of experts, by number.
@@ -149,7 +150,7 @@ class ParallelModel:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self._parts[0].device
+        return self.parts[0].device
 
     def watch(self, on: bool) -> None:
         """Turn on or off that `bits` can tell this rank's gradients of the next step."""
@@ -230,14 +231,14 @@ class ParallelModel:
 
     def zero_gradients(self) -> None:
         """Free the gradients."""
-        for model in self._parts:
+        for model in self.parts:
             model.zero_grad(set_to_none=True)
         for piece in self.pieces:
             piece.value.grad = None
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the model's state besides weights, by name, the same on all ranks that have it: biases of routers."""
-        return {name: buffer for model in self._parts for name, buffer in model.named_buffers()}
+        return {name: buffer for model in self.parts for name, buffer in model.named_buffers()}
 
     @torch.no_grad()
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
@@ -260,7 +261,7 @@ class ParallelModel:
     @property
     def preferences(self) -> list[Preference]:
         """The objectives over whole answers of this rank's parts; those without the head have no use for theirs."""
-        return [part.preference for part in self._parts if part.preference is not None]
+        return [part.preference for part in self.parts if part.preference is not None]
 
     def _share(self, loss: Tensor) -> Tensor:
         return loss if self._reports else torch.zeros_like(loss)

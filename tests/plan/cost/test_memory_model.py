@@ -68,15 +68,15 @@ def test_activations_are_those_of_korthikanti(tp, recompute):
     )
     sbh = 1024 * 2 * 2048
     published = {"none": 34 + 5 * 16 * 1024 / 2048, "selective": 34, "full": 2}[recompute] * sbh / tp
-    assert float(model._kept[0]) == pytest.approx(published)
+    assert float(model.kept[0]) == pytest.approx(published)
 
 
 def test_a_pipelines_first_rank_has_as_many_microbatches_in_flight_as_ranks():
     alone = MemoryModel(Layouts.of([Plan(precision="bf16")]), GPT, System(), Constants())
     piped = MemoryModel(Layouts.of([Plan(pp=4, precision="bf16")]), GPT, System(), Constants())
-    assert piped._in_flight(True, False, 1.0) == alone._in_flight(True, True, 4.0) == 4
-    assert piped._in_flight(False, True, 1.0) == 1
-    assert piped._rank(first=False).activations < piped._rank(first=True).activations / 2
+    assert piped.in_flight(True, False, 1.0) == alone.in_flight(True, True, 4.0) == 4
+    assert piped.in_flight(False, True, 1.0) == 1
+    assert piped.on_rank(first=False).activations < piped.on_rank(first=True).activations / 2
 
 
 def test_ranks_have_the_layers_that_they_are_dealt():
@@ -85,10 +85,10 @@ def test_ranks_have_the_layers_that_they_are_dealt():
         run = load("demo", {"model.preset": "llama-60m", **keys})
         dealt = [len(part) for part in split_layers(run.model, run.data.seq_len, pp)]
         model = MemoryModel(Layouts.of([Plan(pp=pp)]), Workload.of(run), System(), Constants())
-        place = int(np.squeeze(model._place_of_more))
-        found = [model._layers(first=True, last=False), model._layers(first=False, last=True)]
+        place = int(np.squeeze(model.place_of_more))
+        found = [model.layers_on(first=True, last=False), model.layers_on(first=False, last=True)]
         assert [int(np.squeeze(n)) for n in found] == [dealt[0], dealt[-1]], keys
-        assert max(dealt[:-1]) == (model._layers(first=False, last=False) if place else dealt[0]), keys
+        assert max(dealt[:-1]) == (model.layers_on(first=False, last=False) if place else dealt[0]), keys
 
 
 def test_chunks_of_the_loss_cost_less_than_whole_logits():

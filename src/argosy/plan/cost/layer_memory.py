@@ -182,7 +182,7 @@ class LayerMemory(RankSizes):
         return np.where(self.offloads_activations, again * self.hidden_bytes + (1 - again) * whole, 0.0)
 
     @cached_property
-    def _kept(self) -> Numbers:
+    def kept(self) -> Numbers:
         """Bytes that one layer keeps until backward, with the plan's recompute."""
         plans, work, system = self.plans, self.work, self.system
         whole = self._of_layer
@@ -206,7 +206,7 @@ class LayerMemory(RankSizes):
         and its cast weight are gone; the gate, whose both operands get one.
         """
         plans, work = self.plans, self.work
-        again = np.where(plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - self._kept))
+        again = np.where(plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - self.kept))
         # An eager layer keeps its input in fp32 alone, where it is computed again beside the one that was kept.
         has_both = self.eager & plans.is_("recompute", "full") & (self.activation_bytes < 4)
         again = again + np.where(has_both, self.hidden_bytes, 0.0)

@@ -67,22 +67,23 @@ class MemoryModel(LayerMemory):
         """Return the bytes by category, on the rank with the highest peak."""
         plans = self.plans
         if np.all(plans.pp == 1):
-            return self._rank(first=True, last=True)
-        found = [self._rank(first=True), self._rank(first=False)]
-        if np.any(self._place_of_more > 0):
-            found.append(self._rank(first=False, last=False))
+            return self.on_rank(first=True, last=True)
+        found = [self.on_rank(first=True), self.on_rank(first=False)]
+        if np.any(self.place_of_more > 0):
+            found.append(self.on_rank(first=False, last=False))
         highest = np.stack(np.broadcast_arrays(*(rank.total for rank in found))).argmax(0)
         if np.any(plans.pp == 1):
-            found.append(self._rank(first=True, last=True))
+            found.append(self.on_rank(first=True, last=True))
             highest = np.where(plans.pp == 1, len(found) - 1, highest)
         return Footprint(
             **{f.name: np.choose(highest, [getattr(rank, f.name) for rank in found]) for f in fields(Footprint)}
         )
 
-    def _rank(self, first: bool, last: bool | None = None) -> Footprint:
+    def on_rank(self, first: bool, last: bool | None = None) -> Footprint:
+        """Return the bytes on the first pipeline rank, on the last one (usually the other), or on one between."""
         last = not first if last is None else last
         plans, work, system, constants = self.plans, self.work, self.system, self.constants
-        layers = self._layers(first, last) + last * work.further
+        layers = self.layers_on(first, last) + last * work.further
         dense, experts = self.parameters(layers)
         vocabulary = work.vocabulary_parameters / plans.tp
         has_head = float(last) if not first else last * np.where(work.tied > 0, 0.0, 1.0)
@@ -106,9 +107,9 @@ class MemoryModel(LayerMemory):
         packed_dense, packed_experts = self.quantised(layers)
         packed = np.where(plans.zero == 3, self._shared(packed_dense, packed_experts), packed_dense + packed_experts)
         saved = np.where(self._has_adapter, self._shared(beside, beside_experts), share)
-        in_flight = self._in_flight(first, last, layers)
+        in_flight = self.in_flight(first, last, layers)
         # Of what goes to the host, one layer's is on its way there, or back.
-        kept = work.reached * in_flight * (self._kept - self.moved) + self.moved
+        kept = work.reached * in_flight * (self.kept - self.moved) + self.moved
         if not last:
             kept = kept + np.where(plans.pp > 1, self._outputs(in_flight / layers), 0.0)
         if first:
@@ -141,12 +142,12 @@ class MemoryModel(LayerMemory):
         )
         return Footprint(**{**vars(used), "reserve": constants.fragmentation * (comes_and_goes + update)})
 
-    def _layers(self, first: bool, last: bool) -> Numbers:
+    def layers_on(self, first: bool, last: bool) -> Numbers:
         """Return the layers of the first pipeline rank, of the last one, or of the first that has more than the first:
         what the plan says of the fullest, or as they are dealt out by cost; without those of multi-token prediction,
         which the last stage has."""
         plans, each, dealt = self.plans, self._stages_here, self.work.layers - self.work.further
-        place = 0 if first else plans.pp - 1 if last else self._place_of_more
+        place = 0 if first else plans.pp - 1 if last else self.place_of_more
         # Stages before the last one have a layer more from the first of those with more on.
         of_more = each - np.clip(np.ceil((self._first_of_more - place) / plans.pp), 0, each)
         others = self._fewest * (each - last) + of_more - last
@@ -195,7 +196,7 @@ class MemoryModel(LayerMemory):
         return (dealt - last_stage_layers(dealt, stages, worth))[of_plan]
 
     @cached_property
-    def _place_of_more(self) -> NDArray[Any]:
+    def place_of_more(self) -> NDArray[Any]:
         """Place of the first pipeline rank that has a layer more than the first one; 0 if there is none."""
         has_more = (self._first_of_more > 0) & (self._first_of_more < self._stages - 1)
         usual = (self.system.balanced_stages > 0) & (self._stages_here == 1) & (self._said == 0)
@@ -240,11 +241,11 @@ class MemoryModel(LayerMemory):
         (torch.distributed.pipelining)."""
         return (self.system.receives_ahead > 0) * microbatches * self._stages_here * self.hidden_bytes
 
-    def _in_flight(self, first: bool, last: bool, layers: Numbers) -> Numbers:
+    def in_flight(self, first: bool, last: bool, layers: Numbers) -> Numbers:
         """Return the layers whose activations are alive at once: microbatches in flight times layers of the rank."""
         plans, stages = self.plans, self._stages_here
         chunks = 2 * (plans.pp - 1) + (stages - 1) * plans.pp + 1 if first else (stages - 1) * plans.pp + 1
-        after = plans.pp if first else 1 if last else plans.pp - self._place_of_more
+        after = plans.pp if first else 1 if last else plans.pp - self.place_of_more
         at_most = np.where(plans.is_("schedule", "gpipe"), self.microbatches, after)
         at_most = np.where(plans.is_("schedule", *INTERLEAVED), chunks / stages, at_most)
         at_most = np.where(plans.is_("schedule", *V_SHAPED), (2 * plans.pp + 1) / 2, at_most)
