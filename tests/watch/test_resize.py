@@ -8,8 +8,9 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.report import terminal
 from argosy.watch.facts import RunFacts
-from argosy.watch.resize import Resizing, resizing, rest_of
+from argosy.watch.resize import Resizing, resizing, rest_of, show
 from argosy.watch.rules.planner import Planner
 from watched import H100, big_run, columns, healthy
 
@@ -37,6 +38,16 @@ def test_the_measured_speed_is_what_all_sizes_are_scaled_from():
     assert float(now.options[0].left_s.mid) == pytest.approx(9600 * 32, rel=0.1)
     half, double = (next(o for o in now.options if o.devices == n and not o.is_measured) for n in (8, 32))
     assert float(double.left_s.mid) < float(now.options[0].left_s.mid) < float(half.left_s.mid)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_figure_and_no_plan_is_cut_where_lines_are_short(capsys, monkeypatch, tmp_path, width):
+    found = ask(run())
+    monkeypatch.setattr(terminal, "PIPE_WIDTH", width)
+    show(found, tmp_path)
+    said = capsys.readouterr().out
+    assert "…" not in said and f"{float(found.options[0].step_s.mid):.2f} s" in said
+    assert {option.plan for option in found.options} <= set(said.split())
 
 
 def test_what_a_run_has_done_of_its_batch_ramp_is_not_planned_again():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.console import Group
+
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, counted
 from argosy.observe.terminal import printable
@@ -29,7 +31,7 @@ from argosy.plan.report.explain import (
     stops_in_words,
 )
 from argosy.plan.report.report import PlanRequest
-from argosy.plan.report.terminal import console_of, figures_table, stops_table
+from argosy.plan.report.terminal import console_of, plans_table, stops_table
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.candidates import grown
 from argosy.plan.search.replan import REPLAN_S
@@ -246,10 +248,10 @@ def show(found: Resizing, folder: Path) -> None:
     line(f"{folder}: {found.steps_left} steps are left{limit}", "bold")
     line("")
     figures = ("devices", "step", "left (nine times of ten)", "device-hours", "cost")
-    table = figures_table("", *figures, "plan", words=("", "plan"))
-    for option in found.options:
-        table.add_row(*map(printable, _row(option, option is found.recommended)))
-    console.print(table, highlight=False, crop=False)
+    rows = [_row(option, option is found.recommended) for option in found.options]
+    plans = [printable(option.plan) for option in found.options]
+    table = plans_table(("", *figures), rows, plans, console.width, words=("",))
+    console.print(Group(*table), highlight=False, crop=False)
     line("")
     line(found.words, "bold")
     if found.stops is not None:
@@ -264,11 +266,10 @@ def show(found: Resizing, folder: Path) -> None:
 def _row(option: Option, is_best: bool) -> tuple[str, ...]:
     where = "as it is" if option.is_measured else option.where or "these devices"
     return (
-        f"{'* ' if is_best else '  '}{where}",
+        f"{'* ' if is_best else '  '}{printable(where)}",
         str(option.devices),
         seconds(option.step_s.mid),
         within(option.left_s, seconds),
         count(option.device_hours.mid),
-        f"{within(option.money, count)} {option.currency}" if option.money else "?",
-        option.plan,
+        f"{within(option.money, count)} {printable(option.currency)}" if option.money else "?",
     )

@@ -38,8 +38,6 @@ LEAST_CHANGE = 0.0005
 """Relative change of the step below which it counts as none."""
 HOLDERS = {"microbatches": "replicas", "layers": "pipeline ranks"}
 """Unit of work -> the ranks that it is dealt to."""
-FIGURES_WIDTH = 66
-"""Characters of the figures beside a plan."""
 PIPE_WIDTH = 200
 """Characters in a line if the output is no terminal."""
 
@@ -67,6 +65,25 @@ def figures_table(*columns: str, words: Collection[str] = (), wraps: bool = Fals
     for name in columns:
         table.add_column(name, justify="left" if name in words else "right", no_wrap=not wraps)
     return table
+
+
+def plans_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], plans: Sequence[str], width: int, words: Collection[str] = ()
+) -> Iterator[RenderableType]:
+    """Yield a table with a plan at the end of each row, for a terminal of `width` characters.
+
+    Where plans do not fit into its lines, they follow it by number, one in a line.
+    """
+    figures = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
+    is_narrow = width < figures + max(map(len, plans))
+    table = figures_table(*columns, "plan", words=("plan", *words), wraps=width < figures + len("plan"))
+    for number, (row, plan) in enumerate(zip(rows, plans, strict=True), 1):
+        table.add_row(*row, f"{number}" if is_narrow else plan)
+    yield table
+    if is_narrow:
+        yield Text()
+        for number, plan in enumerate(plans, 1):
+            yield _line(f"{number:>2}  {plan}")
 
 
 def show(report: PlanReport, console: Console | None = None) -> None:
@@ -107,16 +124,8 @@ def search_line(report: PlanReport) -> str:
 
 
 def _choices(report: PlanReport, choices: tuple[Candidate, ...], width: int) -> Iterator[RenderableType]:
-    """Yield the table of plans; where they do not fit into its lines, they follow it by number, one in a line."""
-    is_narrow = width < FIGURES_WIDTH + max(len(choice.plan) for choice in choices)
-    table = figures_table(*report.columns, "plan", words=("plan",))
-    for number, choice in enumerate(choices, 1):
-        table.add_row(*figures_of(choice), f"{number}" if is_narrow else choice.plan)
-    yield table
-    if is_narrow:
-        yield Text()
-        for number, choice in enumerate(choices, 1):
-            yield _line(f"{number:>2}  {choice.plan}")
+    rows = [figures_of(choice) for choice in choices]
+    yield from plans_table(report.columns, rows, [choice.plan for choice in choices], width)
 
 
 def _line(text: str, style: str = "") -> Text:
