@@ -87,6 +87,12 @@ def test_it_says_what_is_done_first_and_what_impatience_costs(stopping, phase, s
     assert words == f"SIGINT: stopping {said}, with the state saved; once more gives up 7 steps"
 
 
+def test_right_after_a_checkpoint_impatience_costs_no_step(stopping):
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stopping.begins()
+    assert stopping.in_words([dataclasses.replace(READING, step=0)]).endswith("once more stops at once")
+
+
 def test_before_the_first_world_there_is_nothing_to_save(stopping):
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopping.begins() and "nothing to save" in stopping.in_words([])

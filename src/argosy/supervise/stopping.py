@@ -83,8 +83,9 @@ class Stopping:
         unit = PHASE_UNITS.get(next(iter(readings)).phase, "step")
         if self._is_served:
             return f"{name}: stopping after this {unit}; the parameter servers have the state"
-        steps = max(0, max(reading.step for reading in readings) - self._saved_steps())
-        return f"{name}: stopping after this {unit}, with the state saved; once more gives up {counted(steps, 'step')}"
+        steps = max(reading.step for reading in readings) - self._saved_steps()
+        loses = f"gives up {counted(steps, 'step')}" if steps > 0 else "stops at once"
+        return f"{name}: stopping after this {unit}, with the state saved; once more {loses}"
 
     def end_at_once_if_nothing_is_lost(self, readings: Collection[HeartbeatReading]) -> None:
         """Set `is_at_once` if all workers are in the first step after the newest checkpoint, or after the start.

@@ -155,9 +155,9 @@ def checkpoint_interval(facts: RunFacts, planner: Planner) -> Advice | None:
         return None
     oftener = found.best_s < found.now_s
     rate = (
-        f"{found.failures} failures in {seconds(facts.wall_s)}"
+        f"{counted(found.failures, 'failure')} that needed one in {seconds(facts.wall_s)}"
         if found.is_measured
-        else f"one failure in {seconds(found.mtbf_s)}, by the catalogue's rate"
+        else f"one failure in {seconds(found.mtbf_s)} that needs one, by the catalogue's rate,"
     )
     return Advice(
         "checkpoint_interval",
@@ -213,7 +213,7 @@ def _saves(facts: RunFacts) -> list[Event]:
 
 
 def _keys(interval_s: float) -> str:
-    return f"checkpoint.every_minutes = {interval_s / 60:.2g}" if interval_s >= 6 else "checkpoint.every_minutes = 0.1"
+    return f"checkpoint.every_minutes = {max(0.1, float(f'{interval_s / 60:.2g}')):g}"
 
 
 def _step_s(facts: RunFacts) -> float:
