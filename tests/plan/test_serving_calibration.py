@@ -95,6 +95,15 @@ def test_files_that_cannot_be_read_say_where(tmp_path: Path, change: tuple[str, 
         learn_from_file(path, CLUSTER, "vLLM")
 
 
+def test_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.csv", POPULATION)
+    head, first, *rest = path.read_text().splitlines()
+    cells = first.split(",")
+    path.write_text("\n".join([head, ",".join([*cells[:-1], str(1000 * float(cells[-1]))]), *rest]))
+    with pytest.raises(UserError, match=r"line 2: value = .* is 1,000 times the predicted .* s\. Values are in seconds"):
+        learn_from_file(path, CLUSTER, "vLLM")
+
+
 def test_the_engine_has_to_be_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="say what was measured: --engine"):
         learn_from_file(written(tmp_path / "rows.csv", POPULATION), CLUSTER, "")

@@ -53,6 +53,8 @@ MEASURED_COLUMNS = (
     "model", "tp", "pp", "precision", "batch_or_concurrency", "input_len", "output_len", "metric", "value"
 )  # fmt: skip
 SERVING_METRICS = ("ttft", "tpot", "e2e_latency")
+MOST_OFF = 50.0
+"""A value that is so many times the prediction, or the other way round, is in another unit: ms are 1000 times."""
 
 
 def learn_serving(
@@ -103,6 +105,13 @@ def learn_from_file(path: Path, cluster: Cluster, engine: str) -> tuple[Cluster,
     rates = Rates.of(cluster)
     _, start, options = ServingSoftware.of(engine, cluster.device, "--engine")
     rows = [_Measured(path, line, cells, cluster, rates, options) for line, cells in enumerate(_cells(path), start=2)]
+    for line, row in enumerate(rows, start=2):
+        expected_s = row.predict(start)
+        if not 1 / MOST_OFF < row.value / expected_s < MOST_OFF:
+            raise UserError(
+                f"--learn {path}: line {line}: value = {row.value:g} is {row.value / expected_s:,.4g} times the "
+                f"predicted {expected_s:.3g} s. Values are in seconds. Correct it, or leave the row out."
+            )
     measured = np.array([row.value for row in rows])
     factors = learn_serving(lambda constants: np.array([row.predict(constants) for row in rows]), measured, start)
     return cluster.model_copy(update={"serving": factors, "serving_engine": engine}), len(rows)
@@ -157,7 +166,7 @@ class _Measured:
         self.metric = one_of("metric", SERVING_METRICS)
         self.value = number("value", 1e-9)
         try:
-            run = load(None, {"model.preset": cells["model"]})
+            run = load(None, {"model.preset": cells["model"]}, overrides_mark="")
         except UserError as error:
             raise UserError(f"--learn {path}: line {line}: {error}") from None
         self._work = Workload.of_model(run.model, 1, 1)
