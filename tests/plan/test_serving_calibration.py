@@ -100,7 +100,7 @@ def test_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:
     head, first, *rest = path.read_text().splitlines()
     cells = first.split(",")
     path.write_text("\n".join([head, ",".join([*cells[:-1], str(1000 * float(cells[-1]))]), *rest]))
-    with pytest.raises(UserError, match=r"line 2: value = .* is 1,000 times the predicted .* s\. Values are in seconds"):
+    with pytest.raises(UserError, match=r"line 2: value = .* is 1,000 times the predicted .* in seconds"):
         learn_from_file(path, CLUSTER, "vLLM")
 
 

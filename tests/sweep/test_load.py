@@ -68,7 +68,7 @@ def test_the_run_is_a_file_a_preset_or_a_table(tmp_path: Path) -> None:
         ("[parameters]\noptimizer.lr = 3", r"lr.toml:2: parameters.* = 3"),
         ("[parameters]\noptimizer.lr = { min = 2e-3, max = 1e-3 }", "lr.toml:2: .*the range from .* is empty"),
         ("[parameters]\noptimizer.lr = { min = 1e-3 }", "lr.toml:2: .*give a list, or min and max"),
-        ("[parameters]\n[parameters.optimizer.lr]\nmin = 0\nmax = 1\nlog = true", "lr.toml:2: .*has no logarithm"),
+        ("[parameters]\n[parameters.optimizer.lr]\nmin = 0\nmax = 1\nlog = true", "lr.toml:3: .*has no logarithm"),
         ("[parameters]\noptimizer.lr = { mim = 1e-3, max = 1 }", "lr.toml:2: .*unknown key; did you mean min"),
         ("[parameters]\noptimizer.kind = { min = 1, max = 2 }", "lr.toml:2: optimizer.kind takes no numbers"),
         ("[parameters]\ntrain.global_batch = { min = 1.5, max = 8 }", "lr.toml:2: .*min = 1.5 is no whole number"),

@@ -180,7 +180,8 @@ SPEAKS: dict[str, tuple[Callable[..., RunFacts], str]] = {
         r"20\.0 % .*draw 300 W"),
     "evaluation_share": (lambda: evaluating(4.0), r"takes 33\.\d %.*evaluate\.every_steps = 1\d\d"),
     "checkpoint_stalls": (lambda: saving(2.0, background=False), r"20 saves while training waits.*background = true"),
-    "checkpoint_interval, rarer": (lambda: saving(0.2), r"should be rarer.*needs one, by the catalogue.*every_minutes = \d+\."),
+    "checkpoint_interval, rarer": (lambda: saving(0.2),
+        r"should be rarer.*needs one, by the catalogue.*every_minutes = \d+\."),
     "checkpoint_interval, oftener": (
         lambda: saving(0.2, every=200, events=killed(*((20.0 * n, 1, "launcher") for n in range(1, 8)))),
         r"should be oftener.*7 failures that needed one"),

@@ -51,7 +51,7 @@ from argosy.plan.plan import Objective
 
 if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
-    from argosy.plan.report.jobs import ClusterSpec, JobSpec
+    from argosy.plan.report.jobs_file import ClusterSpec, JobSpec
     from argosy.plan.report.report import PlanReport, PlanRequest
     from argosy.plan.report.request import Question
     from argosy.plan.search.auto import Devices
@@ -354,13 +354,14 @@ def _side_by_side(options: Options) -> None:
 
 def _schedule(options: Options, path: Path) -> None:
     from argosy.plan.report import gantt
-    from argosy.plan.report.jobs import JobsFile, scheduled
+    from argosy.plan.report.jobs import scheduled
+    from argosy.plan.report.jobs_file import JobsFile
 
     def request_of(job: JobSpec, place: ClusterSpec) -> PlanRequest:
         about = Options(job.run or None, job.model or None, (), job.global_batch, job.seq_len, job.tokens)
         return _request(about, place.cluster)
 
-    _print(options, "plan-jobs", scheduled(JobsFile.load(path), request_of, str(path)), gantt.page, gantt.show)
+    _print(options, "plan-jobs", scheduled(JobsFile.load(path), request_of, path), gantt.page, gantt.show)
 
 
 def _learn(options: Options) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -94,10 +95,12 @@ def _element_around(key: Key, schema: type[Section]) -> tuple[Key, type[Section]
 
 
 def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Key], KeyPlace]) -> Problem:
-    """A rule between keys; its sentence begins with the key to blame, relative to its section."""
-    blamed = key + tuple(rule.split(" ", 1)[0].split("."))
+    """A rule between keys; its sentence begins with the key to blame, relative to its section: jobs[1].after."""
+    names = re.findall(r"[^.\[\]]+", rule.split(" ", 1)[0])
+    blamed = (*key, *(int(name) if name.isdecimal() else name for name in names))
+    inside, element = _element_around(blamed, schema)
     rule += "" if rule.endswith("?") else "."
-    if blamed in key_fields(schema):
+    if inside in key_fields(element):
         return Problem(place(blamed), f"{dotted(key)}{'.' * bool(key)}{rule}", is_rule=True)
     return Problem(place(key), f"{dotted(key)}: {rule}".removeprefix(": "), is_rule=True)
 

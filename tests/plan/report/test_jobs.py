@@ -9,7 +9,7 @@ import pytest
 
 from argosy.cli import main
 from argosy.errors import UserError
-from argosy.plan.report.jobs import JobsFile
+from argosy.plan.report.jobs_file import JobsFile
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "jobs.toml"
 SMALL = """
@@ -84,13 +84,18 @@ def test_each_scheduler_is_told_in_its_own_words(capsys, tmp_path, on, word):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('after = ["first"]', 'after = ["frist"]', r'job "second": after names "frist"; there are first, second'),
+        (
+            'after = ["first"]',
+            'after = ["frist"]',
+            r'jobs.toml:20: jobs\[1\].after .* "frist"; there are first, second',
+        ),
         ('deadline = "1d"', 'deadline = "soon"', r"jobs.toml:12: jobs\[0\].deadline: 'soon'.*90m, 12h, 30d"),
         ('model = "llama-20m"\ntokens = "1B"', 'tokens = "1B"', r'job "second": give either run or model'),
         ("most_devices = 8", "most_device = 8", r"most_device = 8: unknown key; did you mean most_devices"),
-        ('name = "second"', 'name = "first"', r'jobs: "first" is the name of two'),
+        ('name = "second"', 'name = "first"', r'jobs.toml:16: jobs\[1\].name = "first" is the name of two'),
         ('on = "slurm"', 'on = "pbs"', r"on = \"pbs\".*slurm"),
-        ("late_per_day = 100", 'late_per_day = 100\nafter = ["second"]', r"after leads back to it"),
+        ("late_per_day = 100", 'late_per_day = 100\nafter = ["second"]', r"jobs\[0\].after of job .* leads back to it"),
+        ('deadline = "1d"\n', "", r'jobs.toml:\d+: jobs\[0\].late_per_day of job "first" needs a deadline'),
         ('tokens = "1B"', 'tokens = "many"', r"jobs.toml:18: jobs\[1\].tokens: 'many'.*30k"),
     ],
 )
@@ -107,7 +112,16 @@ def test_a_job_that_fits_nowhere_says_why_on_each_cluster(capsys, tmp_path):
     path = tmp_path / "jobs.toml"
     path.write_text(SMALL.format(on="slurm", deadline="1d").replace("most_devices = 8", "least_devices = 32"))
     assert main(["plan", "--jobs", str(path)]) == 2
-    assert 'job "second" runs on no cluster' in (said := capsys.readouterr().err) and "c: no plan for" in said
+    said = capsys.readouterr().err
+    assert 'jobs.toml:21: jobs[1].least_devices = 32: job "second" runs on no cluster' in said
+    assert "c: no plan on 32 or more of its 16 devices; there are plans for" in said
+
+
+def test_a_device_that_nobody_knows_is_named_with_its_line(capsys, tmp_path):
+    path = tmp_path / "jobs.toml"
+    path.write_text(SMALL.format(on="slurm", deadline="1d").replace("16xh100", "16xh1000"))
+    assert main(["plan", "--jobs", str(path)]) == 2
+    assert 'jobs.toml:4: clusters[0].cluster = "16xh1000": no device is called' in capsys.readouterr().err
 
 
 def test_options_of_one_run_do_not_go_with_a_file_of_several(capsys):

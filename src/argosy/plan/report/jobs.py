@@ -1,5 +1,5 @@
-"""Several jobs with deadlines and priorities: JOBS.toml, which names them and the clusters that one has; and their
-schedule: times with chances, what being late costs, and the commands for the clusters' own schedulers.
+"""The schedule of several jobs: times with chances, what being late costs, and the commands for the clusters' own
+schedulers.
 """
 
 from __future__ import annotations
@@ -8,140 +8,19 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from argosy.config.load import build_file
 from argosy.config.schema import RunConfig
-from argosy.config.section import Section, count_of, seconds_of
 from argosy.errors import UserError, counted
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.cost.estimate import DAY, INTERVAL_Z, Estimate
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.report.jobs_file import ClusterSpec, JobsFile, JobSpec, named_in
 from argosy.plan.report.report import PlanRequest, describe
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.search.schedule import JobPlacement, JobSize, PlannedJob, Stint, again, schedule
-
-
-def _duration(value: object) -> object:
-    return seconds_of(value) if isinstance(value, str) else value
-
-
-def _count(value: object) -> object:
-    return float(count_of(value)) if isinstance(value, str) else value
-
-
-Duration = Annotated[NonNegativeFloat, BeforeValidator(_duration)]
-"""Seconds, or a text such as "12h"."""
-Tokens = Annotated[PositiveFloat, BeforeValidator(_count)]
-"""A count, or a text such as "200B"."""
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?$")]
-
-
-class ClusterSpec(Section):
-    """A cluster that jobs may run on."""
-
-    name: Name
-    """The name by which jobs refer to it."""
-    cluster: str
-    """NxDEVICE, a preset, or a file, as --cluster of `argosy plan`."""
-    on: Literal["slurm", "kubernetes", "ray"] = "slurm"
-    """Its scheduler, for which commands are written."""
-    options: tuple[str, ...] = ()
-    """More options of `argosy launch`, e.g. ["--partition", "gpu"]."""
-
-
-class JobSpec(Section):
-    """A run that is to be made."""
-
-    name: Name
-    """Its name."""
-    run: str = ""
-    """A run file, or the name of a run preset; or use model."""
-    model: str = ""
-    """A model preset, a Hugging Face folder, or its config.json."""
-    tokens: Tokens | None = None
-    """Tokens to train on, e.g. "200B"; default: the run's, or 20 for each active parameter."""
-    seq_len: PositiveInt | None = None
-    """Tokens of a sequence."""
-    global_batch: PositiveInt | None = None
-    """Sequences in a step."""
-    clusters: tuple[str, ...] = ()
-    """Clusters that it may run on; default: all."""
-    least_devices: PositiveInt = 1
-    """It takes no fewer devices."""
-    most_devices: PositiveInt | None = None
-    """It takes no more; default: all of a cluster."""
-    elastic: bool = True
-    """Its devices may change while it runs, where that pays."""
-    priority: PositiveFloat = 1.0
-    """Weight among jobs without late_per_day: twice as much, twice as urgent."""
-    not_before: Duration = 0.0
-    """Time from now before which it may not begin, e.g. "2d"."""
-    deadline: Duration | None = None
-    """Time from now by which it is to be done, e.g. "30d"."""
-    late_per_day: NonNegativeFloat | None = None
-    """Cost of each day after that, in the clusters' currency."""
-    after: tuple[str, ...] = ()
-    """Jobs that must have ended before it begins."""
-
-    @model_validator(mode="after")
-    def _is_one_thing(self) -> Self:
-        if bool(self.run) == bool(self.model):
-            raise ValueError(f'job "{self.name}": give either run or model, e.g. model = "llama3-8b"')
-        if self.late_per_day is not None and self.deadline is None:
-            raise ValueError(f'job "{self.name}": late_per_day needs a deadline, e.g. deadline = "30d"')
-        if self.deadline is not None and self.deadline <= self.not_before:
-            raise ValueError(f'job "{self.name}": deadline is not after not_before; make it later')
-        if self.most_devices is not None and self.most_devices < self.least_devices:
-            raise ValueError(f'job "{self.name}": most_devices is less than least_devices; make it more')
-        return self
-
-
-class JobsFile(Section):
-    """JOBS.toml: runs, and the clusters that one has."""
-
-    clusters: tuple[ClusterSpec, ...] = ()
-    """The clusters."""
-    jobs: tuple[JobSpec, ...] = ()
-    """The runs."""
-
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        places, names = [each.name for each in self.clusters], [job.name for job in self.jobs]
-        for key, found, example in (
-            ("clusters", places, 'cluster = "64xh100"'),
-            ("jobs", names, 'model = "llama3-8b"'),
-        ):
-            if not found:
-                raise ValueError(f'{key} is empty; add [[{key}]] with name = "a", {example}')
-            if twice := next((name for name in found if found.count(name) > 1), None):
-                raise ValueError(f'{key}: "{twice}" is the name of two; rename one')
-        for job in self.jobs:
-            for key, given, known in (("clusters", job.clusters, places), ("after", job.after, names)):
-                if strange := next((name for name in given if name not in known), None):
-                    raise ValueError(f'job "{job.name}": {key} names "{strange}"; there are {", ".join(known)}')
-        _check_order(self.jobs)
-        return self
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read the file. Raises: UserError that names every wrong key, with its line."""
-        return build_file(cls, path)
-
-
-def _check_order(jobs: Sequence[JobSpec]) -> None:
-    ended: set[str] = set()
-    while len(ended) < len(jobs):
-        able = {job.name for job in jobs if job.name not in ended and ended.issuperset(job.after)}
-        if not able:
-            circle = next(job for job in jobs if job.name not in ended)
-            raise ValueError(f'job "{circle.name}": after leads back to it; leave one of the names out')
-        ended |= able
-
 
 JOB_DRAWS = 200
 """Draws of how long jobs take, for the chance of being in time."""
@@ -207,16 +86,21 @@ class JobSchedule:
     """Name -> share of its device-hours until then that jobs use."""
 
 
-def scheduled(asked: JobsFile, request_of: Callable[[JobSpec, ClusterSpec], PlanRequest], where: str) -> JobSchedule:
-    """Return the schedule. Raises: UserError if a job fits no cluster that it may run on.
+def scheduled(asked: JobsFile, request_of: Callable[[JobSpec, ClusterSpec], PlanRequest], path: Path) -> JobSchedule:
+    """Return the schedule. Raises: UserError if a cluster is not known, or a job fits none that it may run on.
 
-    request_of: returns the request to the planner about a job on a cluster.
+    request_of: returns the request to the planner about a job on a cluster; path: the file, for errors.
     """
-    places = {spec.name: Cluster.parse(spec.cluster) for spec in asked.clusters}
+    places = {}
+    for i, spec in enumerate(asked.clusters):
+        try:
+            places[spec.name] = Cluster.parse(spec.cluster)
+        except UserError as error:
+            raise UserError(f'{named_in(path, "clusters", i, "cluster")} = "{spec.cluster}": {error}') from None
     currencies = {place.currency for place in places.values()}
     if len(currencies) > 1:
-        raise UserError(f"{where}: clusters have prices in {', '.join(sorted(currencies))}. Give all in one currency.")
-    choices = {job.name: _choices(job, asked, places, request_of, where) for job in asked.jobs}
+        raise UserError(f"{path}: clusters have prices in {', '.join(sorted(currencies))}. Give all in one currency.")
+    choices = {job.name: _choices(i, asked, places, request_of, path) for i, job in enumerate(asked.jobs)}
     jobs = {job.name: _planned(job, choices[job.name]) for job in asked.jobs}
     devices = {name: place.devices for name, place in places.items()}
     found = schedule(list(jobs.values()), devices)
@@ -249,15 +133,16 @@ class JobChoices:
 
 
 def _choices(
-    job: JobSpec,
+    index: int,
     asked: JobsFile,
     places: Mapping[str, Cluster],
     request_of: Callable[[JobSpec, ClusterSpec], PlanRequest],
-    where: str,
+    path: Path,
 ) -> dict[str, JobChoices]:
     """Return the sizes that a job could have on each cluster; those on which nothing fits are left out."""
+    job = asked.jobs[index]
     found: dict[str, JobChoices] = {}
-    problems = []
+    problems, blamed = [], ""
     for spec in asked.clusters:
         if job.clusters and spec.name not in job.clusters:
             continue
@@ -273,15 +158,26 @@ def _choices(
         if able:
             found[spec.name] = JobChoices(request.run, tuple(able))
         else:
+            blamed = "least_devices" if job.least_devices > 1 else "most_devices"
             sizes_there = ", ".join(str(size.devices) for size in sizes[:12])
             problems.append(
-                f"{spec.name}: no plan for {job.least_devices} to {most} devices; there are plans for {sizes_there}"
+                f"{spec.name}: no plan {_of_size(job)} of its {counted(places[spec.name].devices, 'device')}; "
+                f"there are plans for {sizes_there}"
             )
     if not found:
+        key = named_in(path, "jobs", index, *([blamed] if blamed else []))
+        value = f" = {getattr(job, blamed)}" if blamed else ""
         raise UserError(
-            f'{where}: job "{job.name}" runs on no cluster. Change it or add a cluster:\n  ' + "\n  ".join(problems)
+            f'{key}{value}: job "{job.name}" runs on no cluster. Change it or add a cluster:\n  '
+            + "\n  ".join(problems)
         )
     return found
+
+
+def _of_size(job: JobSpec) -> str:
+    if job.most_devices is None:
+        return f"on {job.least_devices} or more"
+    return f"on {job.least_devices} to {job.most_devices}"
 
 
 def _in_keys(text: str) -> str:
