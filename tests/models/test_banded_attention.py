@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from argosy.config.attention import AttentionConfig
-from argosy.config.model import ModelConfig
 from argosy.models import banded_attention as banded
 from argosy.models.attention import Documents, LayerCache, cached_attention, packed_attention
 from argosy.models.attention_kernels import CPU_FLASH, PLAIN_KERNEL, VisibleKeys
-from argosy.plan.layer_spec import layer_spec
 
 ROWS, TOKENS, HEADS, KV_HEADS, WIDTH = 2, 24, 4, 2, 8
 DOCUMENTS = {"whole rows": [[24], [24]], "packed": [[5, 19], [1, 7, 16]]}
@@ -97,10 +94,7 @@ def test_the_cost_grows_with_the_window_and_not_with_the_square_of_the_sequence(
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_a_cache_gives_the_same_and_keeps_no_more_than_the_window(window: int, softcap: float):
     q, k, v, _ = inputs()
-    windows = AttentionConfig(layers=("sliding",), window=window) if window else AttentionConfig()
-    config = ModelConfig(heads=HEADS, kv_heads=KV_HEADS, head_width=WIDTH, attention=windows)
-    spec = layer_spec(config, 0)
-    cache, at, parts = LayerCache(TOKENS, spec), 0, []
+    cache, at, parts = LayerCache(TOKENS, window), 0, []
     with torch.no_grad():
         for length in (9, 1, 1, 8, 5):
             some = slice(at, at + length)

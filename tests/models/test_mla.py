@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from argosy.config.attention import MLAConfig, RopeScaling
 from argosy.config.model import ModelConfig
 from argosy.models.attention import Attention, Documents, LayerCache
-from argosy.models.mla import LatentAttention, LatentCache, attention_of, cache_of
+from argosy.models.mla import LatentAttention, attention_of, cache_of
 from argosy.models.rope import attention_scale, rotary_table, rotate
 from argosy.plan.layer_spec import layer_spec
 
@@ -112,8 +112,8 @@ def test_a_cache_of_latents_read_in_pieces_gives_the_whole(pieces):
             parts.append(module(piece, rotary(config, 2, start, end), ROW_EACH, cache))
             start = end
         torch.testing.assert_close(torch.cat(parts, 1), module(x, rotary(config), ROW_EACH), rtol=1e-4, atol=1e-5)
-    assert isinstance(cache, LatentCache) and cache.length == TOKENS
-    assert (cache.latents.shape, cache.rotated.shape) == ((2, TOKENS, 16), (2, TOKENS, 8))
+    assert isinstance(cache, LayerCache) and cache.length == TOKENS
+    assert (cache.keys.shape, cache.values.shape) == ((2, TOKENS, 16), (2, TOKENS, 8))
 
 
 def test_bf16_stays_close_and_leaves_gradients_in_fp32():

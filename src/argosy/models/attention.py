@@ -19,7 +19,7 @@ from argosy.models.banded_attention import banded_attention
 from argosy.models.compiler import outside_graphs, varies
 from argosy.models.layers import linear, local, norm, plain_rms_norm
 from argosy.models.rope import rotate
-from argosy.plan.layer_spec import LayerSpec, layer_spec
+from argosy.plan.layer_spec import layer_spec
 from argosy.plan.mup import query_factor
 from argosy.plan.parameters import attention_table
 
@@ -81,25 +81,26 @@ class AttentionCore(Protocol):
 
 
 class LayerCache:
-    """Keys [B, max_seq_len, K, E] and values [B, max_seq_len, K, V] of one layer for the tokens read so far; of a layer
-    with a window, only those that later tokens see. The first tokens say how many rows and heads this rank has."""
+    """Keys [B, max_seq_len, K, E] and values [B, max_seq_len, K, V] of one layer for the tokens read so far, or the
+    latents and rotated keys that these come from (`models.mla`). Of a layer with a window, it holds only those that
+    later tokens see. The first tokens say how many rows and heads this rank has."""
 
-    def __init__(self, max_seq_len: int, spec: LayerSpec):
-        self._window, self._room = spec.window, 0 if spec.window else max_seq_len
+    def __init__(self, max_seq_len: int, window: int = 0):
+        self._window, self._room = window, 0 if window else max_seq_len
         self.length, self.max_seq_len = 0, max_seq_len
 
-    def append(self, k_BTKE: Tensor, v_BTKV: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens and return all keys and values that they may see, up to themselves: [B, S, K, E] and
-        [B, S, K, V]."""
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store what the new tokens have, [B, T, ...], and return what all have that they may see, up to themselves:
+        [B, S, ...]."""
         if not self.length:
-            self.keys, self.values = (x.new_zeros(len(x), self._room, *x.shape[2:]) for x in (k_BTKE, v_BTKV))
-        begin, self.length = self.length, self.length + k_BTKE.shape[1]
+            self.keys, self.values = (x.new_zeros(len(x), self._room, *x.shape[2:]) for x in (keys, values))
+        begin, self.length = self.length, self.length + keys.shape[1]
         if self._window:
-            keys, values = torch.cat((self.keys, k_BTKE), 1), torch.cat((self.values, v_BTKV), 1)
+            keys, values = torch.cat((self.keys, keys), 1), torch.cat((self.values, values), 1)
             self.keys, self.values = (x[:, max(0, x.shape[1] - self._window + 1) :] for x in (keys, values))
             return keys, values
-        self.keys[:, begin : self.length] = k_BTKE
-        self.values[:, begin : self.length] = v_BTKV
+        self.keys[:, begin : self.length] = keys
+        self.values[:, begin : self.length] = values
         return self.keys[:, : self.length], self.values[:, : self.length]
 
 

@@ -27,6 +27,7 @@ from argosy.models.lazy_weights import LazyWeights
 from argosy.models.rope import rotary_frequencies
 from argosy.models.tensor_file import bytes_of
 from argosy.plan.layer_spec import RopeSpec, layer_spec
+from argosy.plan.parameters import shared_width
 
 GGUF_BLOCK = 32
 """Numbers that share a scale in Q8_0 and Q4_0."""
@@ -395,8 +396,7 @@ def _add_metadata(writer: Any, config: ModelConfig, arch: Architecture, kind: Gg
         writer.add_expert_used_count(config.moe.experts_per_token)
         writer.add_expert_feed_forward_length(config.moe.expert_ffn_width)
         if config.moe.shared_experts:
-            shared = config.moe.shared_ffn_width or config.moe.shared_experts * config.moe.expert_ffn_width
-            writer.add_expert_shared_feed_forward_length(shared)
+            writer.add_expert_shared_feed_forward_length(shared_width(config))
     if arch.fixed.get("attention.layers"):
         writer.add_sliding_window(config.attention.window)
     if config.attention.softcap:

@@ -112,27 +112,27 @@ def tensors_to_write(
     source: LazyWeights, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, TensorToWrite]]:
     """Yield their tensors, in the order of ours."""
-    for piece in conversions_of(config):
-        first = piece.ours[0]
+    for conversion in conversions_of(config):
+        first = conversion.ours[0]
         theirs = dtype or source.dtype(first)
         if dtype is not None and first.endswith(KEPT_IN_FP32):
             theirs = torch.float32
-        for row, (name, shape) in enumerate(zip(piece.theirs, their_shapes(piece, shapes), strict=True)):
-            yield name, TensorToWrite(shape, theirs, partial(_parts, source, config, piece, row, theirs))
+        for row, (name, shape) in enumerate(zip(conversion.theirs, their_shapes(conversion, shapes), strict=True)):
+            yield name, TensorToWrite(shape, theirs, partial(_parts, source, config, conversion, row, theirs))
 
 
 def _parts(
-    source: LazyWeights, config: ModelConfig, piece: Conversion, row: int, dtype: torch.dtype
+    source: LazyWeights, config: ModelConfig, conversion: Conversion, row: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    if piece.rows == "theirs":
-        yield folded_weight(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
-    elif piece.rows == "alone":
-        of_each = (source.in_parts(name) for name in piece.ours)
+    if conversion.rows == "theirs":
+        yield folded_weight(conversion.ours[0], source.rows(conversion.ours[0], row, 1), config, dtype)[0]
+    elif conversion.rows == "alone":
+        of_each = (source.in_parts(name) for name in conversion.ours)
         for some in zip(*of_each, strict=True):
-            ours = [folded_weight(name, part, config, dtype) for name, part in zip(piece.ours, some, strict=True)]
-            yield piece.to_theirs(ours)[0]
+            ours = [folded_weight(name, part, config, dtype) for name, part in zip(conversion.ours, some, strict=True)]
+            yield conversion.to_theirs(ours)[0]
     else:
-        yield piece.to_theirs([folded_weight(name, source[name], config, dtype) for name in piece.ours])[row]
+        yield conversion.to_theirs([folded_weight(name, source[name], config, dtype) for name in conversion.ours])[row]
 
 
 def folded_weight(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
@@ -286,10 +286,10 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     if skipped := family_of(config.family).skipped:
         known = {n: w for n, w in known.items() if not n.startswith(skipped)}
     config, known = _further_of(config, known, folder)
-    pieces, shapes = conversions_of(config), _shapes(config)
-    _check_names(known.keys(), {name for piece in pieces for name in piece.theirs}, folder.name)
-    for piece in pieces:
-        for name, shape in zip(piece.theirs, their_shapes(piece, shapes), strict=True):
+    conversions, shapes = conversions_of(config), _shapes(config)
+    _check_names(known.keys(), {name for conversion in conversions for name in conversion.theirs}, folder.name)
+    for conversion in conversions:
+        for name, shape in zip(conversion.theirs, their_shapes(conversion, shapes), strict=True):
             part = known[name]
             _check_shape(part.name, part.shape, shape, part.file)
             if part.code not in ("F64", "F32", "F16", "BF16"):
@@ -300,7 +300,7 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
             ArgosyWarning,
             stacklevel=2,
         )
-    return config, FolderWeights(pieces, known, shapes)
+    return config, FolderWeights(conversions, known, shapes)
 
 
 def weights_sha256(place: str | Path, named: str) -> str:

@@ -43,7 +43,7 @@ def conversions_of(config: ModelConfig) -> list[Conversion]:
     family = family_of(config.family)
     fused = {ours: (theirs, rule) for theirs, rule in family.fused.items() for ours in rule.ours}
     shapes = {name: parameter.shape for name, parameter in state_table(config).items()}
-    pieces, done = [], set[str]()
+    conversions, done = [], set[str]()
     for name in shapes:
         block = name.split(".")[1] if name.startswith(("blocks.", "mtp.")) else ""
         pattern = name.replace(f".{block}.", ".*.", 1) if block else name
@@ -59,17 +59,17 @@ def conversions_of(config: ModelConfig) -> list[Conversion]:
             orders = [_rotary_order(n, config) for n in ours]
             their_name = (theirs if is_whole else f"{theirs}.{kind}").replace("*", block)
             heads = value_of(config, rule.heads) if rule.heads else 1
-            pieces.append(_fused(ours, their_name, rule, sizes, orders, heads))
+            conversions.append(_fused(ours, their_name, rule, sizes, orders, heads))
             done.update(ours)
         else:
-            pieces.append(_with_copies(_single(name, pattern, block, config), config))
-    return pieces
+            conversions.append(_with_copies(_single(name, pattern, block, config), config))
+    return conversions
 
 
-def their_shapes(piece: Conversion, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+def their_shapes(conversion: Conversion, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the shapes of their tensors, from those of ours."""
-    whole = [torch.empty(shapes[name], device="meta") for name in piece.ours]
-    return [tuple(tensor.shape) for tensor in piece.to_theirs(whole)]
+    whole = [torch.empty(shapes[name], device="meta") for name in conversion.ours]
+    return [tuple(tensor.shape) for tensor in conversion.to_theirs(whole)]
 
 
 def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Conversion:
@@ -103,13 +103,13 @@ def copies_of(name: str, config: ModelConfig) -> tuple[str, ...]:
     return tuple(pattern.replace("*", str(layer)) for layer in range(config.layers, config.all_layers) if pattern)
 
 
-def _with_copies(piece: Conversion, config: ModelConfig) -> Conversion:
-    (ours,), (theirs,) = piece.ours, piece.theirs[:1]
+def _with_copies(conversion: Conversion, config: ModelConfig) -> Conversion:
+    (ours,), (theirs,) = conversion.ours, conversion.theirs[:1]
     if not (copies := copies_of(ours, config)):
-        return piece
+        return conversion
 
     def join(weights: Sequence[Tensor]) -> list[Tensor]:
-        return piece.to_theirs(weights) * (1 + len(copies))
+        return conversion.to_theirs(weights) * (1 + len(copies))
 
     def cut(parts: Sequence[Tensor]) -> list[Tensor]:
         for name, copy in zip(copies, parts[1:], strict=True):
@@ -118,9 +118,9 @@ def _with_copies(piece: Conversion, config: ModelConfig) -> Conversion:
                     f"{name} is not {theirs}: modules that predict further tokens share it with the model here. Set "
                     "num_nextn_predict_layers = 0 in config.json and leave their weights out."
                 )
-        return piece.to_ours(parts[:1])
+        return conversion.to_ours(parts[:1])
 
-    return Conversion(piece.ours, (theirs, *copies), join, cut)
+    return Conversion(conversion.ours, (theirs, *copies), join, cut)
 
 
 def _fused(
@@ -131,7 +131,7 @@ def _fused(
     orders: Sequence[Tensor | None],
     heads: int,
 ) -> Conversion:
-    """Return the piece of weights that they store as one tensor."""
+    """Return the conversion of weights that they store as one tensor."""
 
     def join(weights: Sequence[Tensor]) -> list[Tensor]:
         weights = [w if order is None else w[order.argsort()] for w, order in zip(weights, orders, strict=True)]

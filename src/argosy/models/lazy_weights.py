@@ -93,40 +93,40 @@ class FolderWeights(LazyWeights):
     """The weights of a Hugging Face folder. What was fused with a weight is kept until something else is asked for."""
 
     def __init__(
-        self, pieces: Sequence[Conversion], stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
+        self, conversions: Sequence[Conversion], stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
     ):
         super().__init__(shapes)
-        self._pieces = {name: piece for piece in pieces for name in piece.ours}
+        self._conversions = {name: conversion for conversion in conversions for name in conversion.ours}
         self._stored = stored
         self._last: tuple[Conversion, dict[str, Tensor]] | None = None
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        piece = self._pieces[name]
+        conversion = self._conversions[name]
         if not offset:
-            return self._together(piece, name)
+            return self._together(conversion, name)
         first, count = offset[0], shape[0]
-        if piece.rows == "together":
-            return box_of(self._together(piece, name), offset, shape)
-        if piece.rows == "alone":
-            ours = piece.to_ours([self._stored[piece.theirs[0]].read(first, count)])
-            return box_of(ours[piece.ours.index(name)], (0, *offset[1:]), shape)
+        if conversion.rows == "together":
+            return box_of(self._together(conversion, name), offset, shape)
+        if conversion.rows == "alone":
+            ours = conversion.to_ours([self._stored[conversion.theirs[0]].read(first, count)])
+            return box_of(ours[conversion.ours.index(name)], (0, *offset[1:]), shape)
         out = torch.empty(tuple(shape), dtype=self.dtype(name))
-        for row, theirs in zip(out, piece.theirs[first : first + count], strict=True):
+        for row, theirs in zip(out, conversion.theirs[first : first + count], strict=True):
             row.copy_(box_of(self._stored[theirs].read(offset[1], shape[1]), (0, *offset[2:]), shape[1:]))
         return out
 
     def dtype(self, name: str) -> torch.dtype:
-        return FILE_DTYPES[self._stored[self._pieces[name].theirs[0]].code]
+        return FILE_DTYPES[self._stored[self._conversions[name].theirs[0]].code]
 
     def has_rows(self, name: str) -> bool:
-        return self._pieces[name].rows != "together"
+        return self._conversions[name].rows != "together"
 
-    def _together(self, piece: Conversion, name: str) -> Tensor:
-        if self._last is None or self._last[0] is not piece:
+    def _together(self, conversion: Conversion, name: str) -> Tensor:
+        if self._last is None or self._last[0] is not conversion:
             self._last = None  # before the next is read: only one is in memory
-            ours = piece.to_ours([self._stored[theirs].read() for theirs in piece.theirs])
-            self._last = piece, dict(zip(piece.ours, ours, strict=True))
+            ours = conversion.to_ours([self._stored[theirs].read() for theirs in conversion.theirs])
+            self._last = conversion, dict(zip(conversion.ours, ours, strict=True))
         tensor = self._last[1].pop(name, None)
         if not self._last[1]:
             self._last = None
-        return self._together(piece, name) if tensor is None else tensor
+        return self._together(conversion, name) if tensor is None else tensor

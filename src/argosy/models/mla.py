@@ -34,29 +34,10 @@ def cache_of(config: ModelConfig, layer: int, max_seq_len: int) -> Cache:
     spec = layer_spec(config, layer)
     if spec.delta_net is not None:
         return DeltaCache(max_seq_len)
-    return LatentCache(max_seq_len) if config.mla.kv_rank else LayerCache(max_seq_len, spec)
+    return LayerCache(max_seq_len, 0 if config.mla.kv_rank else spec.window)
 
 
-class LatentCache:
-    """The latents [B, max_seq_len, C] and rotated keys [B, max_seq_len, R] of one layer's tokens read so far."""
-
-    def __init__(self, max_seq_len: int):
-        self.length, self.max_seq_len = 0, max_seq_len
-
-    def append(self, latent_BTC: Tensor, rotated_BTR: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens and return all latents and rotated keys so far, [B, S, C] and [B, S, R]."""
-        if not self.length:
-            self.latents, self.rotated = (
-                x.new_zeros(len(x), self.max_seq_len, x.shape[2]) for x in (latent_BTC, rotated_BTR)
-            )
-        end = self.length + latent_BTC.shape[1]
-        self.latents[:, self.length : end] = latent_BTC
-        self.rotated[:, self.length : end] = rotated_BTR
-        self.length = end
-        return self.latents[:, :end], self.rotated[:, :end]
-
-
-Cache = LayerCache | LatentCache | DeltaCache
+Cache = LayerCache | DeltaCache
 """One layer's cache of the tokens read so far."""
 
 
@@ -91,7 +72,7 @@ class LatentAttention(nn.Module):
         x_BTD: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         documents: Documents | None,
-        cache: LatentCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """`rotary`: cosines and sines of these tokens, of width R; `documents`: see `packed_attention`."""
         assert rotary is not None

@@ -51,7 +51,7 @@ class PeftModule:
     """The names of our weights: several if theirs is fused."""
     expert: int | None
     """Index in our stack of experts."""
-    piece: Conversion
+    conversion: Conversion
 
 
 def peft_modules(config: ModelConfig) -> Iterator[PeftModule]:
@@ -60,17 +60,17 @@ def peft_modules(config: ModelConfig) -> Iterator[PeftModule]:
     Raises: UserError if the class has a matrix of several layers that no adapter of its can stand for.
     """
     table = parameter_table(config)
-    for piece in conversions_of(config):
-        if not any(name in table and table[name].is_linear for name in piece.ours):
+    for conversion in conversions_of(config):
+        if not any(name in table and table[name].is_linear for name in conversion.ours):
             continue
-        is_stack = table[piece.ours[0]].is_expert
-        if is_stack and len(piece.theirs) == 1:
+        is_stack = table[conversion.ours[0]].is_expert
+        if is_stack and len(conversion.theirs) == 1:
             raise UserError(
-                f"{linear_name(piece.ours[0])}: {config.family} models of transformers keep all experts in one tensor, "
-                "and PEFT has no names for adapters of single ones. Merge the adapter: argosy checkpoint merge."
+                f"{linear_name(conversion.ours[0])}: {config.family} models of transformers keep all experts in one "
+                "tensor, and PEFT has no names for adapters of single ones. Merge the adapter: argosy checkpoint merge."
             )
-        for number, theirs in enumerate(piece.theirs):
-            yield PeftModule(linear_name(theirs), piece.ours, number if is_stack else None, piece)
+        for number, theirs in enumerate(conversion.theirs):
+            yield PeftModule(linear_name(theirs), conversion.ours, number if is_stack else None, conversion)
 
 
 # Out
@@ -171,7 +171,7 @@ def _to_theirs(module: PeftModule, rows: Sequence[Tensor]) -> Tensor:
     """Put what belongs to the outputs of our weights in the order of theirs."""
     if module.expert is not None:
         return rows[0]
-    (theirs,) = module.piece.to_theirs(rows)
+    (theirs,) = module.conversion.to_theirs(rows)
     return theirs
 
 
@@ -292,7 +292,7 @@ def _take(
 
 
 def _to_ours(module: PeftModule, rows: Tensor) -> list[Tensor]:
-    return [rows] if module.expert is not None else module.piece.to_ours([rows])
+    return [rows] if module.expert is not None else module.conversion.to_ours([rows])
 
 
 def _is_stack(name: str) -> bool:

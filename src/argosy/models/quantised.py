@@ -257,7 +257,9 @@ def compressed(
             "attention. Export with --format safetensors."
         )
     table = state_table(config)
-    linear = {n for piece in conversions_of(config) if table[piece.ours[0]].is_linear for n in piece.theirs}
+    linear = {
+        n for conversion in conversions_of(config) if table[conversion.ours[0]].is_linear for n in conversion.theirs
+    }
     linear = {name for name in linear if len(tensors[name].shape) == 2}
     return dict(_compressed(tensors, linear, compression)), compression.settings(
         ["score" if config.score else "lm_head"]

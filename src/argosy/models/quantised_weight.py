@@ -31,7 +31,7 @@ NF4 = (
 )  # fmt: skip
 """The numbers of NF4 by their codes (Dettmers et al. 2023, appendix E)."""
 INT8_STEPS = 127
-"""int8's codes reach from -STEPS to STEPS."""
+"""int8's codes reach from -INT8_STEPS to INT8_STEPS."""
 DEQUANTISE_BYTES = {"cpu": 2**18}
 """Bytes that are computed at once, by device: what lies between stays in a core's caches, and is small beside the
 matrix."""

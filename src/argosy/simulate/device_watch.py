@@ -114,7 +114,7 @@ class StreamClocks:
         """Stream -> what was freed there and used elsewhere: its bytes, and by whom and when."""
 
     def ran(self, stream: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """An operation is put on `stream` (HOST: it is done now)."""
+        """An operation is put on `stream` (HOST_STREAM: it is done now)."""
         clock = self._clock(stream)
         _merge(clock, self._clocks[HOST_STREAM])  # the host has put it there after all it knows of
         now = clock[stream] = clock.get(stream, 0) + 1
