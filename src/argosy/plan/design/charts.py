@@ -30,9 +30,7 @@ def stacked(title: str, labels: Sequence[str], parts: Mapping[str, Sequence[floa
     """Return a bar for each label, of parts on top of each other."""
     most = max(sum(values[i] for values in parts.values()) for i in range(len(labels)))
     step = (WIDTH - RIGHT - LEFT) / len(labels)
-    high = HEIGHT - BOTTOM - TOP
-    drawn = [_axes("", unit, WIDTH - RIGHT)]
-    drawn += [_tick_y(HEIGHT - BOTTOM - high * share, f"{share * most:.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    high, drawn = HEIGHT - BOTTOM - TOP, _from_zero_to(most, unit)
     for i, label in enumerate(labels):
         at, x = HEIGHT - BOTTOM, LEFT + i * step + 0.15 * step
         for colour, (name, values) in zip(_colours(parts), parts.items(), strict=True):
@@ -50,9 +48,7 @@ def lines(title: str, labels: Sequence[str], series: Mapping[str, Sequence[float
     """Return a line for each series over the labels, from 0 upwards."""
     most = max(max(values) for values in series.values()) or 1.0
     step = (WIDTH - RIGHT - LEFT) / max(1, len(labels))
-    high = HEIGHT - BOTTOM - TOP
-    drawn = [_axes("", unit, WIDTH - RIGHT)]
-    drawn += [_tick_y(HEIGHT - BOTTOM - high * share, f"{share * most:.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    high, drawn = HEIGHT - BOTTOM - TOP, _from_zero_to(most, unit)
     drawn += [_tick_x(LEFT + (i + 0.5) * step, label) for i, label in enumerate(labels)]
     for colour, values in zip(_colours(series), series.values(), strict=True):
         points = " ".join(
@@ -98,6 +94,13 @@ def _axes(x: str, y: str, right: float) -> str:
         f'<text x="{right}" y="{HEIGHT - 14}" text-anchor="end">{escape(x)}</text>'
         f'<text x="8" y="{TOP - 6}">{escape(y)}</text>'
     )
+
+
+def _from_zero_to(most: float, unit: str) -> list[str]:
+    """Return the axes of a chart whose values are 0 to `most`."""
+    high = HEIGHT - BOTTOM - TOP
+    ticks = [_tick_y(HEIGHT - BOTTOM - high * share, f"{share * most:.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    return [_axes("", unit, WIDTH - RIGHT), *ticks]
 
 
 def _tick_x(x: float, text: str) -> str:
