@@ -114,10 +114,10 @@ def test_updates_are_read_as_they_were_written_and_turned_back(tmp_path: Path) -
     ledger = UpdateLedger(tmp_path)
     ledger.turn_back(0)
     updates = [AppliedUpdate(0, 0, "A", 0), AppliedUpdate(1, 2, "B", 0), AppliedUpdate(2, 3, "A", 1)]
-    ledger.add(updates[0], 8, loss=3.0)
+    ledger.add(updates[0], [(0, 8)], loss=3.0)
     ledger.skip(1, "B", "loss nan")
     for update in updates[1:]:
-        ledger.add(update, 8, loss=2.5)
+        ledger.add(update, [(8 * update.item, 8 * update.item + 8)], loss=2.5)
     ledger.sync()
 
     again = UpdateLedger(tmp_path)
@@ -133,7 +133,7 @@ def test_updates_are_read_as_they_were_written_and_turned_back(tmp_path: Path) -
 def test_an_update_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     ledger = UpdateLedger(tmp_path)
     ledger.turn_back(0)
-    ledger.add(AppliedUpdate(0, 0, "A", 0), 8, loss=2.5)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), [(0, 8)], loss=2.5)
     with ledger.path.open("ab") as file:
         file.write(b'{"update": 1, "item')
     ledger.turn_back(1)
@@ -143,7 +143,7 @@ def test_an_update_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 def test_a_ledger_that_lacks_updates_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     ledger = UpdateLedger(tmp_path)
     ledger.turn_back(0)
-    ledger.add(AppliedUpdate(0, 0, "A", 0), 8, loss=2.5)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), [(0, 8)], loss=2.5)
     with pytest.raises(ValueError, match="first 2 updates"):
         ledger.turn_back(2)
 
@@ -151,7 +151,7 @@ def test_a_ledger_that_lacks_updates_of_a_checkpoint_is_refused(tmp_path: Path) 
 def test_a_ledger_with_a_line_that_is_none_is_refused(tmp_path: Path) -> None:
     ledger = UpdateLedger(tmp_path)
     ledger.turn_back(0)
-    ledger.add(AppliedUpdate(0, 0, "A", 0), 8, loss=2.5)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), [(0, 8)], loss=2.5)
     ledger.path.write_text('{"update": 0, "item": "first"}\n' + ledger.path.read_text())
     with pytest.raises(ValueError, match="line 1 is not what was written"):
         ledger.turn_back(1)

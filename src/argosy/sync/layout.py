@@ -16,6 +16,7 @@ from argosy.config.identity import lasting_values
 from argosy.config.launch import host_and_port
 from argosy.config.schema import RunConfig
 from argosy.config.sync import batches_of, server_name, server_number
+from argosy.data.order import Range
 from argosy.plan.parameters import parameter_table, trained_shapes
 from argosy.plan.plan import way_of_sites, with_sync, words_of
 from argosy.sync.deal import Shares
@@ -199,9 +200,9 @@ class ServerLayout:
     def item_samples(self) -> int:
         return self.local_steps * self.run.train.global_batch
 
-    def samples(self, item: int) -> list[list[int]]:
-        """Return the run's samples of an item, as lines have them: [[first, end]]."""
-        return [[item * self.item_samples, (item + 1) * self.item_samples]]
+    def samples(self, item: int) -> list[Range]:
+        """Return the run's samples of an item."""
+        return [(item * self.item_samples, (item + 1) * self.item_samples)]
 
     @cached_property
     def wire(self) -> WireFormat:

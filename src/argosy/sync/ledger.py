@@ -353,10 +353,9 @@ class UpdateLedger(LedgerFile):
         self._write(kept)
         return forgotten
 
-    def add(self, update: AppliedUpdate, item_samples: int, loss: float) -> None:
-        """Add the line of an update. item_samples: of each item (`DealtItems`)."""
+    def add(self, update: AppliedUpdate, samples: Ranges, loss: float) -> None:
+        """Add the line of an update, which was made from these samples."""
         self.updates.append(update)
-        samples = [(update.item * item_samples, (update.item + 1) * item_samples)]
         line = UpdateLine(
             update=update.update,
             item=update.item,

@@ -212,7 +212,7 @@ class Leader:
             self._ledger.skip(item, site, message.why)
             samples = self._layout.samples(item)
             self._events.write("samples_skipped", step=self.step, site=site, samples=samples, why=message.why)
-            self._progress.say(f" no update from samples {samples[0]}, which {site} had: {message.why}", "yellow")
+            self._progress.say(f" no update from samples {list(samples[0])}, which {site} had: {message.why}", "yellow")
             if self._bad_in_a_row >= MOST_BAD_GRADIENTS:
                 self.failure = f"the last {MOST_BAD_GRADIENTS} gradients were not finite, and changed nothing"
             elif self._run.resilience.on_bad_step == "stop":
@@ -253,7 +253,7 @@ class Leader:
         rate, number = self._rate(update), update.update
         saves = self._is_save_due(number + 1)
         self._bad_in_a_row = 0
-        self._ledger.add(update, self._layout.item_samples, loss=sum(message.losses) / len(message.losses))
+        self._ledger.add(update, self._layout.samples(update.item), loss=sum(message.losses) / len(message.losses))
         if saves:
             self._ledger.sync()
         order = say.Apply(
