@@ -75,6 +75,21 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def write_unsynced(path: Path, *data: bytes, by: str = "") -> None:
+    """Write a small file beside its name, then rename it: it is whole or not there, but after a power cut.
+
+    by: tells writers apart that may write the same file at once. Raises: OSError.
+    """
+    partial = path.with_name(f"{path.name}.{by}.new" if by else f"{path.name}.new")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(data)
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk, so that there is room to say so
+        raise
+    partial.replace(path)
+
+
 def make_folder(path: Path) -> None:
     """Make the folder `path` and those above it, where they are missing; on return their names are on the disk.
 

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from argosy.files import write_unsynced
+
 WORK_FOLDER = ".prepare"
 RESULTS, WORKERS, LOGS, JOB, INPUT, STATE = "results", "workers", "logs", "job.json", "input.json", "state.json"
 
@@ -96,8 +98,8 @@ class WorkFolder:
             left.unlink(missing_ok=True)
         for left in (self.path / WORKERS).iterdir():
             left.unlink(missing_ok=True)
-        _replace(self.path / INPUT, json.dumps([files, pieces]).encode())
-        _replace(self.path / JOB, json.dumps(job).encode())
+        write_unsynced(self.path / INPUT, json.dumps([files, pieces]).encode())
+        write_unsynced(self.path / JOB, json.dumps(job).encode())
 
     def job(self) -> dict[str, Any]:
         return dict(json.loads((self.path / JOB).read_bytes()))
@@ -125,7 +127,7 @@ class WorkFolder:
 
     def say(self, state: WorkState) -> None:
         """Write what the caller wants."""
-        _replace(self.path / STATE, json.dumps(asdict(state)).encode())
+        write_unsynced(self.path / STATE, json.dumps(asdict(state)).encode())
 
     def state(self) -> WorkState | None:
         """Return what the caller wants; None if the folder is gone."""
@@ -136,7 +138,7 @@ class WorkFolder:
 
     def beat(self, worker: str, count: int, text_bytes: int) -> None:
         """Write a worker's heartbeat. text_bytes: text of its task that it has worked at."""
-        _replace(self.path / WORKERS / worker, json.dumps([count, text_bytes]).encode())
+        write_unsynced(self.path / WORKERS / worker, json.dumps([count, text_bytes]).encode())
 
     def beats(self) -> dict[str, tuple[int, int]]:
         """Return the heartbeat of each worker, and the text of the task that it is at."""
@@ -185,7 +187,7 @@ class WorkFolder:
             "arrays": [[name, array.dtype.str, array.size] for name, array in chunk.arrays.items()],
         }
         parts = (json.dumps(head).encode() + b"\n", *body)
-        _replace(self._chunk(task, number), *parts, by=worker)
+        write_unsynced(self._chunk(task, number), *parts, by=worker)
 
     def end(self, task: PrepareTask, number: int) -> tuple[int, bool] | None:
         """Return where a chunk ends in its piece, and whether it is the last; None if it is not there."""
@@ -229,7 +231,7 @@ class WorkFolder:
 
     def fail(self, task: PrepareTask, kind: str, why: str, worker: str) -> None:
         """Write why a task cannot be done. kind: the error's class."""
-        _replace(self.path / RESULTS / f"{task}.failed", json.dumps([kind, why]).encode(), by=worker)
+        write_unsynced(self.path / RESULTS / f"{task}.failed", json.dumps([kind, why]).encode(), by=worker)
 
     def failure(self, task: PrepareTask) -> tuple[str, str] | None:
         """Return why a task cannot be done: the error's class and text; None if it has not failed."""
@@ -253,15 +255,3 @@ def _parsed(head: bytes, body: memoryview) -> Chunk:
         array = np.frombuffer(body, np.dtype(dtype), size) if size else np.empty(0, dtype)
         arrays[name], body = array, body[array.nbytes :]
     return Chunk(facts["facts"], arrays, facts["end"], facts["is_last"])
-
-
-def _replace(path: Path, *data: bytes, by: str = "") -> None:
-    """Write a file beside its name, then rename it. It is not synced: what a power cut damages is made again."""
-    partial = path.with_name(f"{path.name}.{by}.new" if by else f"{path.name}.new")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(data)
-    except OSError:
-        partial.unlink(missing_ok=True)  # on a full disk, so that there is room to say so
-        raise
-    partial.replace(path)

@@ -19,6 +19,7 @@ from typing import Any
 
 from argosy.config.load import load
 from argosy.errors import ArgosyError
+from argosy.files import write_unsynced
 from argosy.observe.line_follower import LineFollower
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, ChannelClosed
@@ -137,9 +138,7 @@ class SinkState:
         text = json.dumps({"marks": marks, "state": state})
         if text != self._text:
             self._path.parent.mkdir(exist_ok=True)
-            partial = self._path.with_suffix(".part")
-            partial.write_text(text)
-            partial.replace(self._path)
+            write_unsynced(self._path, text.encode())
             self._text = text
 
 

@@ -9,8 +9,8 @@ Each second every exchange says where it stands (`SiteProgress`). From that foll
 - The leader is the first site of the run file that is not behind and was heard within sync.patience_s.
 - A site that is behind asks another for the line of the round at hand, then for its average, one round after another.
 - Members of the next round are the sites that took part in this one, and those whose ranks have nearly caught up
-  (`others.BEHIND`). Nobody waits for a site that is further away.
-- Of sites that have gone apart, one gives way (`standing`) and takes the other's state (`recovery`).
+  (`links.BEHIND`). Nobody waits for a site that is further away.
+- Of sites that have gone apart, one gives way (`messages.gives_way`) and takes the other's state (`site_recovery`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from argosy.faults import fault
-from argosy.files import atomic_write, make_folder
+from argosy.files import atomic_write, make_folder, write_unsynced
 from argosy.observe.events import Events
 from argosy.processes.connection import BadMessage
 from argosy.sync import messages as say
@@ -428,6 +428,4 @@ class SiteExchange:
         text = json.dumps(status)
         if text != self._status:
             self._status = text
-            temporary = self.sites.status.with_suffix(".partial")
-            temporary.write_text(text)
-            temporary.replace(self.sites.status)
+            write_unsynced(self.sites.status, text.encode())

@@ -32,6 +32,7 @@ from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.store import Store, StoreUnreachable
 from argosy.errors import ArgosyError, ArgosyWarning, DataError, Retryable, UserError
+from argosy.files import write_unsynced
 
 BLOCK_FETCHES = 3
 """A block that does not match its checksum is fetched so often."""
@@ -318,12 +319,7 @@ def _pauses() -> Iterator[float]:
 
 def _put(path: Path, content: bytes) -> None:
     """Write a small file that several processes may write at once, each the same."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_unsynced(path, content, by=uuid.uuid4().hex[:8])
 
 
 def _first_run(blocks: dict[int, IO[bytes] | None]) -> dict[int, IO[bytes] | None]:
