@@ -34,7 +34,7 @@ class MalformedRecord(ValueError):
 
 
 def whole(key: str, value: Any) -> int:
-    """Return a whole number from 0 to MOST."""
+    """Return a whole number from 0 to MOST_INTEGER."""
     if type(value) is not int or not 0 <= value <= MOST_INTEGER:
         raise _wrong(key, value, "a whole number from 0 to 2^63 - 1")
     return value

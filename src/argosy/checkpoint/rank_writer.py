@@ -1,9 +1,9 @@
 """Writing one rank's part of a checkpoint: its file, the note beside it, the first rank's commit.
 
 Ranks do not talk: each leaves a note with the size and checksum of its file in the checkpoint's partial folder. Of each
-GROUP ranks the head, which is the first of them, waits for the notes of the others and sums them up in one; rank 0
-waits for those of its own group and of the other heads. So no process looks at more files again and again than a group
-has ranks, or than there are groups. What a dead attempt left there has another ticket.
+RANKS_OF_A_HEAD ranks, a group, the head, which is the first of them, waits for the notes of the others and sums them up
+in one; rank 0 waits for those of its own group and of the other heads. So no process looks at more files again and
+again than a group has ranks, or than there are groups. What a dead attempt left there has another ticket.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class InputFile:
 
     @property
     def compression(self) -> str:
-        """One of COMPRESSIONS, or the empty string."""
+        """One of `COMPRESSED_ENDINGS`, or the empty string."""
         return _suffixes(self.path)[1]
 
 

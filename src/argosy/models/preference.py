@@ -32,7 +32,7 @@ class Sequences(NamedTuple):
     kinds: Tensor
     """0: nothing that counts begins there; int64."""
     partners: Tensor
-    """Start of the rejected side of a pair, at its CHOSEN sequence; int64."""
+    """Start of the rejected side of a pair, at its chosen one; int64."""
     lengths: Tensor
     """Tokens of the answer; fp32."""
     reference: Tensor

@@ -6,7 +6,7 @@ ISO/IEC 9798-4. What somebody recorded is of no use, since the numbers are new e
 back to its author, since the two ends hash different words. From the same numbers follow two keys, one for each
 direction, that mark everything the ends send from then on.
 
-    listener -> caller: MAGIC, nonce
+    listener -> caller: HELLO_MAGIC, nonce
     caller -> listener: nonce, proof
     listener -> caller: proof, or zeros if the caller's was wrong
 

@@ -36,7 +36,7 @@ from argosy.resilience.node_health import Health, NodeCheckRequest, WrongResult
 
 PRODUCT_SIDE = {"cpu": 512, "accelerator": 8192}
 INNER_SIDE = 256
-"""Products are of matrices [side, INNER] and [INNER, side]: the longest sums that are exact in bf16."""
+"""Products are of matrices [side, INNER_SIDE] and [INNER_SIDE, side]: the longest sums that are exact in bf16."""
 CHECKED_ROWS = 512
 """Rows of a product that are checked at a time: 64-bit numbers take memory."""
 CHECKED_MEMORY_BYTES = {"cpu": 2**26, "accelerator": 2**30}
@@ -160,9 +160,10 @@ def multiply(unit: ComputeUnit, number_format: str, seconds: float) -> UnitResul
 
 
 def factors(side: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return matrices [side, INNER] and [INNER, side] of whole numbers whose product is exact in `dtype`, in any order.
+    """Return matrices [side, INNER_SIDE] and [INNER_SIDE, side] of whole numbers.
 
-    All whole numbers up to 2 / eps are exact, and no partial sum is larger than that.
+    Their product is exact in `dtype`, in any order of its sums: all whole numbers up to 2 / eps are exact, and no
+    partial sum is larger than that.
     """
     largest = math.isqrt(int(2 / torch.finfo(dtype).eps) // INNER_SIDE)
     seeded = torch.Generator().manual_seed(seed)

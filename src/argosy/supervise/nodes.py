@@ -75,7 +75,7 @@ class Cause:
     error: str = ""
     """Class of the error that the worker reported, if it could."""
     exit_code: int = 0
-    """Negative: a signal. From FINAL on: an error that a restart would only meet again."""
+    """Negative: a signal. From FINAL_BIT on: an error that a restart would only meet again."""
     step: int = -1
     """The step it was in, if known."""
 

@@ -59,7 +59,7 @@ class WorkerTask:
 class Client:
     """Speaks to the servers in a thread of its own. Each method returns at once.
 
-    The futures raise Closed, UserError, RunFailed.
+    The futures raise WorkerStopped, UserError, RunFailed.
     """
 
     def __init__(self, layout: ServerLayout, secret: bytes, weights: Sequence[F32]):

@@ -282,7 +282,7 @@ LONGEST_PREVIEW_BYTES = 2**16
 
 
 class Preview:
-    """Numbers by step of about LINES lines of a run, and of its last one: no norms, and no keys that few lines have."""
+    """Numbers by step of about PREVIEW_LINES lines of a run, and of its last one: no norms, no keys of few lines."""
 
     def __init__(self, lines: list[Line]):
         self.steps, self.norms = Columns(), Columns()

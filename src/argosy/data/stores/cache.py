@@ -265,7 +265,7 @@ class FetchPlan:
         self._keys, self._dues, self.pinned = keys, dues, pinned
 
     def due(self, keys: U64) -> U32:
-        """Return in how many steps each of `keys` is needed; NEVER if it is not in the plan."""
+        """Return in how many steps each of `keys` is needed; NEVER_NEEDED if it is not in the plan."""
         if not len(self._keys):
             return np.full(len(keys), NEVER_NEEDED, np.uint32)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)

@@ -209,7 +209,7 @@ def _drawn(
     found: Sequence[JobPlacement],
     choices: Mapping[str, Mapping[str, JobChoices]],
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Return the ends of jobs where each takes as long as its prediction allows. Shape: (DRAWS, jobs)."""
+    """Return the ends of jobs where each takes as long as its prediction allows. Shape: (JOB_DRAWS, jobs)."""
     random, ends = np.random.default_rng(0), []
     stds = []
     for each in found:

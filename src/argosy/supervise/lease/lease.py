@@ -87,7 +87,7 @@ class Lease(Protocol):
     """One backend's lease of one run. Each call may wait for the backend, for seconds; one call at a time.
 
     An agent acquires it, and hands it to the coordinator that it starts: `token` says what the other process has to
-    know to go on holding it. Every method raises Unreachable.
+    know to go on holding it. Every method raises LeaseUnreachable.
     """
 
     token: str
