@@ -39,6 +39,14 @@ def test_all_objects_are_valid(options):
         check(made)
 
 
+def test_kueue_is_told_the_queue_on_the_jobset_alone():
+    assert "kueue.x-k8s.io/queue-name" not in jobset(request(), PLACE)["metadata"]["labels"]
+    made = jobset(asked := request(partition="research"), PLACE)
+    check(made)
+    assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    assert "research" not in str(made["spec"]) + str(belongings(asked, PLACE, "s" * 32, "uid"))
+
+
 def test_a_key_that_kubernetes_does_not_know_is_found():
     made = jobset(request(), PLACE)
     made["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolice"] = {}

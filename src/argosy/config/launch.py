@@ -201,7 +201,7 @@ class ClusterOptions:
     account: str = ""
     """slurm: the account that is charged."""
     partition: str = ""
-    """slurm: the partition."""
+    """slurm: the partition. kubernetes: Kueue's LocalQueue; empty: the one called default, if the namespace has it."""
     address: str = ""
     """ray: of the cluster's dashboard, e.g. http://head:8265, or its head; empty: RAY_ADDRESS, else the cluster that
     this machine is in."""

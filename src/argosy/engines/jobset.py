@@ -26,6 +26,8 @@ from argosy.processes.secret import SECRET_VARIABLE
 Object = dict[str, Any]
 JOBSET = "jobset.x-k8s.io/v1alpha2"
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+"""Names the LocalQueue in which Kueue keeps a JobSet until there is room."""
 POD_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 ACCOUNT = "argosy"
 """The service account of the pods, and the role that lets them hold the lease."""
@@ -117,7 +119,10 @@ def jobset(job: RunJob, place: ClusterPlace) -> Object:
         "ttlSecondsAfterFinished": KEPT_S,
         "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": nodes}}],
     }
-    return {**_manifest(JOBSET, "JobSet", place.name, place), "spec": spec}
+    made = _manifest(JOBSET, "JobSet", place.name, place)
+    if job.partition:
+        made["metadata"]["labels"][QUEUE_LABEL] = job.partition
+    return {**made, "spec": spec}
 
 
 def _pod(job: RunJob, place: ClusterPlace) -> Object:

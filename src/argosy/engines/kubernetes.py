@@ -50,7 +50,17 @@ class Kubernetes(Engine):
     name = "kubernetes"
     starts_programs = False
     takes = frozenset(
-        ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "namespace", "volume", "image", "extra")
+        (
+            "nodes",
+            "cpus_per_node",
+            "gpus_per_node",
+            "memory_per_node",
+            "namespace",
+            "partition",
+            "volume",
+            "image",
+            "extra",
+        )
     )
 
     def check(self, job: RunJob) -> None:

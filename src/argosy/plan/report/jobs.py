@@ -332,7 +332,8 @@ def _once(asked: JobsFile, used: Sequence[str]) -> list[str]:
         many = used.count(place.name)
         if place.on == "kubernetes" and many:
             lines.append(
-                f"# {place.name}: Kueue takes a pod's priority class; the namespace needs a LocalQueue, default"
+                f"# {place.name}: Kueue takes a pod's priority class, and the LocalQueue that --partition names "
+                "(without it: default)"
             )
             values = [(f"argosy-{rank}", PRIORITY_STEP * (many - rank)) for rank in range(many)]
             lines += [f"kubectl create priorityclass {name} --value={value}" for name, value in values]
