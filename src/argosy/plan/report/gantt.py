@@ -66,7 +66,7 @@ def headline(found: JobSchedule) -> str:
     if found.late_cost >= 0.5:
         money = f"; being late costs {count(found.late_cost)} {found.currency} in the mean of all that may come"
     words = f"{len(late)} late: {', '.join(late)}" if late else "none late"
-    return f"{len(found.jobs)} jobs, done at {after_now(found.end_s)}; {words}{money}"
+    return f"{counted(len(found.jobs), 'job')}, done at {after_now(found.end_s)}; {words}{money}"
 
 
 def _bar(job: ScheduledJob, devices: int, span_s: float, wide: int) -> str:
