@@ -27,6 +27,8 @@ REJECTED_BIT = 4 << ID_BITS
 MISMATCHED_BIT = 8 << ID_BITS
 """At a START: an answer to another prompt, from which KTO estimates its KL term."""
 
+CHOSEN_SIDE, REJECTED_SIDE, MISMATCHED_SIDE = 1, 2, 3
+"""Kinds of sequences: the better side or a desirable answer, the other, an answer to another prompt."""
 IGNORED = -100
 """A target that is not counted."""
 
@@ -53,7 +55,7 @@ class RowSequences(NamedTuple):
     starts: npt.NDArray[np.int64]
     """Start of the sequence of each token."""
     kinds: npt.NDArray[np.int64]
-    """1: a chosen or desirable answer; 2: a rejected or undesirable one; 3: one to another prompt; 0: filler."""
+    """CHOSEN_SIDE, REJECTED_SIDE or MISMATCHED_SIDE; 0: nothing that counts begins there."""
     partners: npt.NDArray[np.int64]
     """Start of the sequence after it: of the chosen side of a pair, the rejected one."""
     lengths: npt.NDArray[np.float32]
@@ -69,7 +71,8 @@ def sequences_in(rows: Words) -> RowSequences:
     row_of = np.broadcast_to(np.arange(len(rows))[:, None], words.shape)
     np.add.at(lengths, (row_of, starts), targets != IGNORED)
     is_other, is_mismatched = words & REJECTED_BIT != 0, words & MISMATCHED_BIT != 0
-    kinds = np.where(lengths > 0, np.where(is_mismatched, 3, np.where(is_other, 2, 1)), 0)
+    sides = np.where(is_mismatched, MISMATCHED_SIDE, np.where(is_other, REJECTED_SIDE, CHOSEN_SIDE))
+    kinds = np.where(lengths > 0, sides, 0)
     partners = np.zeros(words.shape, np.int64)
     for row, found in enumerate(words & START_BIT != 0):
         begins = np.flatnonzero(found)
@@ -80,7 +83,7 @@ def sequences_in(rows: Words) -> RowSequences:
 def without_rejected(rows: Words) -> Words:
     """Return rows in which only chosen or desirable answers are learned."""
     found = sequences_in(rows)
-    is_chosen = np.take_along_axis(found.kinds, found.starts, 1) == 1
+    is_chosen = np.take_along_axis(found.kinds, found.starts, 1) == CHOSEN_SIDE
     kept = rows.copy()
     kept[:, :-1] = np.where(is_chosen, kept[:, :-1], kept[:, :-1] & ~TRAINED)
     return kept

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from argosy.accelerator import sent_to
 from argosy.config.schema import RunConfig
-from argosy.data.packing import IGNORED, is_packed, sequences_in, unpack
+from argosy.data.packing import CHOSEN_SIDE, IGNORED, REJECTED_SIDE, is_packed, sequences_in, unpack
 from argosy.models.attention import Documents
 from argosy.models.dropout import mask_keys
-from argosy.models.preference import CHOSEN_SIDE, REJECTED_SIDE, Sequences
+from argosy.models.preference import Sequences
 
 # B batch, T tokens, n modules of multi-token prediction
 

@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.config.train import PreferenceConfig
+from argosy.data.packing import CHOSEN_SIDE, REJECTED_SIDE
 from argosy.models.loss import ChunkLoss, gradients_times, token_losses, weighted_gradients
 
 # B rows, T tokens of a row, N tokens that a rank has (of B rows, its part of each), D model width, V vocabulary
-
-CHOSEN_SIDE, REJECTED_SIDE, MISMATCHED_SIDE = 1, 2, 3
-"""Kinds of sequences: the better side or a desirable answer, the other, an answer to another prompt (KTO)."""
 
 
 class Sequences(NamedTuple):
@@ -30,7 +28,7 @@ class Sequences(NamedTuple):
     starts: Tensor
     """Start of the sequence of each token; int64."""
     kinds: Tensor
-    """0: nothing that counts begins there; int64."""
+    """As `data.packing.RowSequences` has them; int64."""
     partners: Tensor
     """Start of the rejected side of a pair, at its chosen one; int64."""
     lengths: Tensor

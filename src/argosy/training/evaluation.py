@@ -16,12 +16,21 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.config.train import PreferenceConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.packing import ID_MASK, IGNORED, TRAINED, is_packed, sequences_in, unpack, without_rejected
+from argosy.data.packing import (
+    CHOSEN_SIDE,
+    ID_MASK,
+    IGNORED,
+    TRAINED,
+    is_packed,
+    sequences_in,
+    unpack,
+    without_rejected,
+)
 from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.models.microbatch import compared_microbatches, microbatches
-from argosy.models.preference import CHOSEN_SIDE, Preference, Sequences
+from argosy.models.preference import Preference, Sequences
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel

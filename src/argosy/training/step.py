@@ -19,9 +19,9 @@ from torch import Tensor
 
 from argosy.accelerator import sent_to
 from argosy.config.schema import RunConfig
+from argosy.data.packing import MISMATCHED_SIDE
 from argosy.faults import fault
 from argosy.models.microbatch import Microbatch
-from argosy.models.preference import MISMATCHED_SIDE
 from argosy.observe.clock import StepClock
 from argosy.optim.piece import Piece
 from argosy.parallel.expert import loads_of
