@@ -136,7 +136,8 @@ class ChatEncoder:
         ends = np.array([end for _, end in encoding.offsets], np.int64)
         counts = [int(np.searchsorted(ends, cut, side="right")) for cut in part["cuts"]]
         kept = max((count for count in counts if count <= self._seq_len), default=0)
-        self.counts[TRUNCATED] += kept > 0
+        if kept:
+            self.counts[TRUNCATED] += 1
         return words[:kept]
 
 
