@@ -18,7 +18,7 @@ from argosy.config.schema import RunConfig
 from argosy.observe.events import Events, read_lines
 from argosy.processes.connection import BadMessage, WireRecord
 from argosy.sync.exchange import SiteExchange
-from argosy.sync.layout import Sites, at_site
+from argosy.sync.layout import AdoptedState, LeftChange, LeftState, Sites, at_site, read_record, write_record
 from argosy.sync.ledger import RoundLedger, dealt_in
 from argosy.sync.links import PEER_SILENT_S
 from argosy.sync.messages import FROM_SITE, FromSite, framed, unframed
@@ -180,21 +180,20 @@ class Site:
             )
             checkpoint = self.run_dir / "checkpoint.json"
             needs = int(json.loads(checkpoint.read_text())) if checkpoint.exists() else 0
-            about = {"tokens": sites.shares.batch(self.name) * H, "skipped": [], "needs_round": needs}
-            sites.about(self.rounds).write_text(json.dumps(about))
+            about = LeftChange(tokens=sites.shares.batch(self.name) * H, skipped=[], needs_round=needs)
+            write_record(sites.about(self.rounds), about)
         if self.rounds and sites.want_state.exists():
             self.weights.tofile(sites.state(self.rounds - 1))
             data = sites.state(self.rounds - 1).read_bytes()
-            about = {"bytes": len(data), "sum": zlib.crc32(data)}
-            sites.state_about(self.rounds - 1).write_text(json.dumps(about))
+            write_record(sites.state_about(self.rounds - 1), LeftState(bytes=len(data), sum=zlib.crc32(data)))
             sites.want_state.unlink()
 
     def _adopt(self) -> bool:
         if not self.sites.adoption.exists():
             return False
-        about = json.loads(self.sites.adoption.read_text())
-        assert self.run_dir_ledger.lines[about["rounds"] - 1].chain == about["chain"]
-        self.rounds, self.weights = about["rounds"], np.fromfile(self.sites.adopted, np.float32)
+        about = read_record(self.sites.adoption, AdoptedState)
+        assert self.run_dir_ledger.lines[about.rounds - 1].chain == about.chain
+        self.rounds, self.weights = about.rounds, np.fromfile(self.sites.adopted, np.float32)
         self._say_reached()
         self._save()
         self.sites.adoption.unlink()

@@ -6,7 +6,6 @@ What is kept of past rounds.
 from __future__ import annotations
 
 import itertools
-import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from argosy.sync import average
 from argosy.sync.average import RetainedAverages, Slices, encode_file, reduce_slice
+from argosy.sync.layout import LeftChange, write_record
 from argosy.sync.wire import WireFormat
 from simulated_sites import Country
 
@@ -72,12 +72,12 @@ def test_averages_are_kept_for_checkpoints_and_for_who_reads_them(country: Calla
     kept.sweep(8)  # it did not take part: nothing is known
     assert averages() == list(range(10))
     assert [n for n in range(10) if sites.sent(n).exists()] == [9] and not sites.state(7).exists()
-    sites.about(8).write_text(json.dumps({"needs_round": 6}))
+    write_record(sites.about(8), LeftChange(tokens=1, skipped=[], needs_round=6))
     kept.read("B", 4)
     sites.state(5).touch()
     kept.sweep(8)
     assert averages() == [4, 5, 6, 7, 8, 9] and sites.state(5).exists()
     run.now_s += 6.0  # nothing was read for sync.patience_s
-    sites.about(8).write_text(json.dumps({"needs_round": 6}))
+    write_record(sites.about(8), LeftChange(tokens=1, skipped=[], needs_round=6))
     kept.sweep(8)
     assert averages() == [6, 7, 8, 9] and not sites.state(5).exists()

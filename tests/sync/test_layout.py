@@ -9,7 +9,8 @@ import pytest
 
 from argosy.config.sync import SiteConfig, SyncConfig
 from argosy.plan.plan import is_asynchronous
-from argosy.sync.layout import ServerLayout, dealt_out, is_server
+from argosy.processes.connection import BadMessage
+from argosy.sync.layout import AdoptedState, LeftChange, ServerLayout, dealt_out, is_server, read_record, write_record
 from tiny import run_config
 
 
@@ -57,3 +58,21 @@ def test_a_site_may_not_be_called_as_a_server_is():
         run_config(Path("corpus")).model_validate(
             {**run_config(Path("corpus")).model_dump(), "sites": [{"name": "A"}, {"name": "server-1"}]}
         )
+
+
+def test_what_ranks_and_exchange_tell_each_other_is_read_as_it_was_written(tmp_path: Path) -> None:
+    told = LeftChange(tokens=8, skipped=[(0, 4)], needs_round=2)
+    write_record(tmp_path / "about.json", told)
+    assert read_record(tmp_path / "about.json", LeftChange) == told
+
+
+@pytest.mark.parametrize("text", ["", '{"rounds": 1}', '{"rounds": 0, "chain": ""}', '{"rounds": 1, "chain": "x"}'])
+def test_a_file_that_says_anything_else_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "adopted.json").write_text(text)
+    with pytest.raises(BadMessage):
+        read_record(tmp_path / "adopted.json", AdoptedState)
+
+
+def test_what_an_older_version_left_is_read(tmp_path: Path) -> None:
+    (tmp_path / "about.json").write_text('{"tokens": 8, "skipped": [[0, 4]], "needs_round": 2}')
+    assert read_record(tmp_path / "about.json", LeftChange).skipped == [(0, 4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
-from argosy.sync.layout import Sites
+from argosy.sync.layout import RoundWait, Sites, write_record
 from argosy.sync.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
 from argosy.training.rounds import Rounds
@@ -105,7 +104,7 @@ def test_a_site_keeps_a_share_of_its_own_weights(tmp_path: Path) -> None:
 def test_it_is_said_which_site_a_round_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "SAID_S", 0.01)
     state, _, sites = site(run_of(tmp_path, {"every_steps": 1}), tmp_path / "A")
-    sites.status.write_text(json.dumps({"waiting_for": ["B"], "quorum_missing": True}))
+    write_record(sites.status, RoundWait(connected=[], waiting_for=["B"], round=0, quorum_missing=True))
     looks, records = iter([False] * 9 + [True]), MagicMock()
     outer = rounds_of(state, records, lambda: next(looks))
     train(state, 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from argosy.sync.layout import LeftChange
 from one_site import run_of, site, train
 
 
@@ -39,13 +40,13 @@ def test_what_is_sent_is_in_a_checkpoint_until_it_is_agreed_on(tmp_path: Path) -
     for seed in range(2):
         train(one, seed)
     assert one.in_flight() is None
-    files.leave_change(0, {"tokens": 1})
+    files.leave_change(0, LeftChange(tokens=1, skipped=[], needs_round=0))
     train(one, 3)
     boxes = one.in_flight()
     assert boxes is not None and {box.name.split(".", 3)[3] for box in boxes} == set(sites.turn(0).shapes)
     other, its_files, its = site(run, tmp_path / "other")
     for box, tensor in other.in_flight_before(boxes).items():
         tensor.copy_(boxes[box])
-    its_files.leave_change(0, {"tokens": 1})
+    its_files.leave_change(0, LeftChange(tokens=1, skipped=[], needs_round=0))
     assert its.change(0).read_bytes() == sites.change(0).read_bytes()
     assert other.in_flight_before([]) == {} and other.in_flight() is None

@@ -8,7 +8,6 @@ so that it does not matter who sums. Averages of past rounds are retained as lon
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
 from collections.abc import Sequence
@@ -22,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.plan.sync import WIRE_BLOCK
-from argosy.sync.layout import Sites
+from argosy.processes.connection import BadMessage
+from argosy.sync.layout import LeftChange, Sites, read_record
 from argosy.sync.ledger import Line
 from argosy.sync.wire import WireFormat
 
@@ -160,8 +160,8 @@ class RetainedAverages:
     def sweep(self, number: int) -> None:
         """Remove what is of no use any more once the round `number` is in the ledger."""
         averages_from = 0  # a round that this site did not take part in says nothing of its checkpoints
-        with suppress(OSError, ValueError, KeyError):
-            averages_from = int(json.loads(self._sites.about(number).read_bytes())["needs_round"])
+        with suppress(OSError, BadMessage):
+            averages_from = read_record(self._sites.about(number), LeftChange).needs_round
         states_from = number
         for first, at_s in self._readers.values():
             if time.monotonic() - at_s < self._sites.run.sync.patience_s:

@@ -15,19 +15,18 @@ Each second every exchange says where it stands (`SiteProgress`). From that foll
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from argosy.faults import fault
-from argosy.files import atomic_write, make_folder, write_unsynced
+from argosy.files import make_folder, write_unsynced
 from argosy.observe.events import Events
-from argosy.processes.connection import BadMessage
+from argosy.processes.connection import BadMessage, encoded
 from argosy.sync import messages as say
 from argosy.sync.assembly import Assembly, Proposal, read_piece
 from argosy.sync.average import RetainedAverages, distances, encode_file, slices_of
-from argosy.sync.layout import Sites
+from argosy.sync.layout import LeftChange, RoundTraffic, RoundWait, Sites, read_record, write_record
 from argosy.sync.ledger import Contribution, Line, RoundLedger, chain_of, dealt_in, is_next, next_line, weights_of
 from argosy.sync.links import Links, PeerTable
 from argosy.sync.messages import SiteProgress
@@ -56,7 +55,7 @@ class SiteExchange:
         self._pool = pool or ThreadPoolExecutor(1, "argosy-exchange")
         self._kept = RetainedAverages(sites)
         self._sent_bytes = 0
-        self._status = ""
+        self._shown: RoundWait | None = None
         self._repeated_s = 0.0
         self._attempts = self._began_bytes = 0
         self._ready_s = 0.0
@@ -305,9 +304,8 @@ class SiteExchange:
                 self._encoding = self._pool.submit(encode_file, *files)
         elif self._encoding.done():
             self._encoding.result()
-            about = json.loads(self.sites.about(self._number).read_bytes())
-            skipped = [(int(a), int(b)) for a, b in about["skipped"]]
-            self._ready[self.sites.me] = Contribution(int(about["tokens"]), skipped)
+            about = read_record(self.sites.about(self._number), LeftChange)
+            self._ready[self.sites.me] = Contribution(about.tokens, about.skipped)
             self._ready_s = time.monotonic()
             fault("site_ready", step=self._number)
             self._links.tell_all(self._my_ready())
@@ -381,8 +379,7 @@ class SiteExchange:
         assembly.abandon()
         fault("site_agreed", step=line.round)
         sent, received = self._sent_bytes - self._began_bytes, assembly.received_bytes
-        with atomic_write(self.sites.traffic(line.round)) as file:
-            file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
+        write_record(self.sites.traffic(line.round), RoundTraffic(sent_bytes=sent, received_bytes=received))
         self._ledger.append(line)
         self._links.tell_all(say.LineNotice(line=line))
         self._links.tell_all(say.ProgressNotice(standing=self._recovery.standing()))
@@ -419,13 +416,9 @@ class SiteExchange:
         """Write down for the ranks which sites the round waits for."""
         waiting = [name for name in self.sites.names if name in self._members and name not in self._ready]
         is_short = len([n for n in self._ready if self._others.is_connected(n)]) < self.sites.quorum
-        status = {
-            "connected": sorted(self._links.sites),
-            "waiting_for": waiting,
-            "round": self._number,
-            "quorum_missing": is_short,
-        }
-        text = json.dumps(status)
-        if text != self._status:
-            self._status = text
-            write_unsynced(self.sites.status, text.encode())
+        shown = RoundWait(
+            connected=sorted(self._links.sites), waiting_for=waiting, round=self._number, quorum_missing=is_short
+        )
+        if shown != self._shown:
+            self._shown = shown
+            write_unsynced(self.sites.status, encoded(shown))

@@ -11,15 +11,21 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter
 
 from argosy.config.identity import lasting_values
 from argosy.config.launch import host_and_port
 from argosy.config.schema import RunConfig
 from argosy.config.sync import batches_of, server_name, server_number
 from argosy.data.order import Range
+from argosy.files import atomic_write
 from argosy.plan.parameters import parameter_table, trained_shapes
 from argosy.plan.plan import way_of_sites, with_sync, words_of
+from argosy.processes.connection import Count, WireRecord, decoded, encoded
 from argosy.sync.deal import Shares
+from argosy.sync.ledger import Chain, Crc, Ranges, SiteName, Tokens
 from argosy.sync.wire import Flat, WireFormat, flats_of
 
 EXCHANGE_FOLDER = "exchange"
@@ -31,6 +37,64 @@ OF_A_PART = ("site", "sites", "sync", "train.steps")
 """Keys that may differ between servers and workers of a run, or that servers check otherwise."""
 RESTARTED = "--again"
 """The word of the command that starts a server in place of one that died."""
+
+
+class LeftChange(WireRecord):
+    """Facts about what the ranks of a site changed in a round, for its exchange."""
+
+    tokens: Tokens
+    """Tokens that the site trained on in the round."""
+    skipped: Ranges
+    """Samples of the round that no update was made from."""
+    needs_round: Count
+    """The first round whose average the site's oldest checkpoint would need."""
+
+
+class LeftState(WireRecord):
+    """Facts about an outer state that the ranks of a site have left for another site."""
+
+    bytes: Count
+    sum: Crc
+
+
+class AdoptedState(WireRecord):
+    """Facts about another site's outer state that the ranks are to go on from."""
+
+    rounds: Annotated[Count, Field(ge=1)]
+    """Rounds that it comes after."""
+    chain: Chain
+    """Of the last of them."""
+
+
+class RoundTraffic(WireRecord):
+    """Bytes that a site's exchange has sent and received in a round."""
+
+    sent_bytes: Count
+    received_bytes: Count
+
+
+class RoundWait(WireRecord):
+    """Sites that a round waits for, as a site's exchange tells its ranks."""
+
+    connected: list[SiteName]
+    waiting_for: list[SiteName]
+    round: Count
+    quorum_missing: bool
+    """True if fewer sites are ready than a round needs."""
+
+
+RecordT = TypeVar("RecordT", bound=WireRecord)
+
+
+def write_record(path: Path, record: WireRecord) -> None:
+    """Write what the ranks and the exchange of a site tell each other. Raises: OSError."""
+    with atomic_write(path) as file:
+        file.write(encoded(record))
+
+
+def read_record(path: Path, kind: type[RecordT]) -> RecordT:
+    """Return what `write_record` wrote. Raises: OSError, BadMessage if it is anything else."""
+    return decoded(path.read_bytes(), TypeAdapter(kind))
 
 
 class Sites:
@@ -49,7 +113,7 @@ class Sites:
         self.adopted = folder / "adopted.f32"
         """The file of another site's outer state that this site is to go on from."""
         self.adoption = folder / "adopted.json"
-        """The file that says after how many rounds that state is; there once it is whole, until a checkpoint has it."""
+        """The file of its AdoptedState; there once it is whole, until a checkpoint has it."""
         self.reached = folder / "reached"
         """The file with the number of rounds that the ranks have made: they train in the next one, or wait for it."""
         self.adopted_at = folder / "adopted-at"
@@ -59,7 +123,7 @@ class Sites:
         self.damaged = folder / "damaged"
         """A file, there when the ranks have found a line of the ledger that is not what was written."""
         self.status = folder / "status.json"
-        """The file that says which sites are connected, and what is waited for."""
+        """The file of the RoundWait."""
 
     @classmethod
     def of(cls, run: RunConfig, run_dir: Path) -> Sites:
@@ -147,6 +211,7 @@ class Sites:
         return self.folder / f"change-{number:08d}.f32"
 
     def about(self, number: int) -> Path:
+        """Return the file of its LeftChange."""
         return self.folder / f"change-{number:08d}.json"
 
     def sent(self, number: int) -> Path:
@@ -157,7 +222,7 @@ class Sites:
         return self.folder / f"average-{number:08d}.bin"
 
     def traffic(self, number: int) -> Path:
-        """Return the file of the bytes that this site sent and received in a round."""
+        """Return the file of a round's RoundTraffic."""
         return self.folder / f"traffic-{number:08d}.json"
 
     def state(self, number: int) -> Path:
@@ -165,7 +230,7 @@ class Sites:
         return self.folder / f"state-{number:08d}.f32"
 
     def state_about(self, number: int) -> Path:
-        """Return the file of the size and checksum of `state`, there once that is whole."""
+        """Return the file of its LeftState, there once it is whole."""
         return self.state(number).with_suffix(".json")
 
 

@@ -13,19 +13,17 @@ have gone on from theirs. Then their state is adopted.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from argosy.files import atomic_write
 from argosy.observe.events import Events
 from argosy.processes.connection import BadMessage, WireRecord
 from argosy.sync import messages as say
 from argosy.sync.assembly import PulledFile, WantedBytes
 from argosy.sync.average import has_average
-from argosy.sync.layout import Sites
+from argosy.sync.layout import AdoptedState, LeftState, Sites, read_record, write_record
 from argosy.sync.ledger import Line, RoundLedger, chain_of, checked_line, is_next
 from argosy.sync.links import Links, PeerTable
 from argosy.sync.messages import (
@@ -88,10 +86,10 @@ class Adoption:
         number = self._newest() if self._askers else None
         if number is None:
             return
-        about = json.loads(self._sites.state_about(number).read_bytes())
+        about = read_record(self._sites.state_about(number), LeftState)
         size = self._ledger.size_of(number + 1)
         for name in self._askers:
-            tell(name, StateOffer(round=number, size=about["bytes"], sum=about["sum"], ledger_size=size))
+            tell(name, StateOffer(round=number, size=about.bytes, sum=about.sum, ledger_size=size))
         self._askers.clear()
 
     def hear(self, name: str, message: StateOffer | FilePiece | BytesMissing, data: bytes) -> None:
@@ -138,8 +136,7 @@ class Adoption:
     def _take_over(self, pull: PulledFile, lines: list[Line]) -> None:
         """Leave the state for the ranks, and take the ledger that led to it for this site's."""
         pull.move(self._sites.adopted)
-        with atomic_write(self._sites.adoption) as file:
-            file.write(json.dumps({"rounds": len(lines), "chain": lines[-1].chain}).encode())
+        write_record(self._sites.adoption, AdoptedState(rounds=len(lines), chain=lines[-1].chain))
         self._ledger.replace(lines)
         self._sites.lost.unlink(missing_ok=True)
         self._drop()

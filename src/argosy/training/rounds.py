@@ -6,7 +6,6 @@ it and the ranks are files in the site's folder. A round has its effect once its
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,8 @@ import torch
 
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
+from argosy.processes.connection import BadMessage
+from argosy.sync.layout import AdoptedState, LeftChange, RoundTraffic, RoundWait, read_record
 from argosy.sync.ledger import dealt_in
 from argosy.training.agreement import LONGEST_PAUSE_S, Agreement, WaitForOthers
 from argosy.training.parts import Parts
@@ -218,18 +219,18 @@ class Rounds(Agreement):
     def _is_member(self, number: int) -> bool:
         return self._sites.me in dealt_in(self._sites.shares, self._ledger.lines, number)
 
-    def _about(self, number: int) -> dict[str, Any]:
+    def _about(self, number: int) -> LeftChange:
         run, sites = self._sites.run, self._sites
         start, stop = sites.shares.start(number), sites.end_of(number)
         first, end = start * run.train.global_batch, stop * run.train.global_batch
         # An average a step is a lot to keep: for what an older checkpoint would need there are the other sites.
         last = 1 if sites.sums_gradients(number) else run.checkpoint.keep_last
         oldest = min(sorted(self._checkpointer.committed)[-last:], default=0)
-        return {
-            "tokens": (stop - start) * run.tokens_per_step,
-            "skipped": [list(some) for some in self._batches.skipped_numbers(first, end)],
-            "needs_round": sites.rounds_at(oldest),
-        }
+        return LeftChange(
+            tokens=(stop - start) * run.tokens_per_step,
+            skipped=self._batches.skipped_numbers(first, end),
+            needs_round=sites.rounds_at(oldest),
+        )
 
     def _wait(self, number: int) -> bool:
         """Wait until the round is in the ledger. Return False if a signal came first."""
@@ -245,20 +246,20 @@ class Rounds(Agreement):
 
     # ---- the whole state of another site ------------------------------------------------------------------------
 
-    def _adoptable(self) -> dict[str, Any] | None:
+    def _adoptable(self) -> AdoptedState | None:
         """Return what is known of another site's state that this one is to go on from; None if there is none."""
 
-        def look() -> dict[str, Any] | None:
+        def look() -> AdoptedState | None:
             try:
-                about: dict[str, Any] = json.loads(self._sites.adoption.read_bytes())
-            except (OSError, ValueError):
+                about = read_record(self._sites.adoption, AdoptedState)
+            except (OSError, BadMessage):
                 return None
             self._ledger.refresh()
-            there = self._ledger.lines[about["rounds"] - 1 : about["rounds"]]
-            is_whole = bool(there) and there[0].chain == about["chain"]
-            return about if is_whole and about["chain"] != self._outer.adopted_chain else None
+            there = self._ledger.lines[about.rounds - 1 : about.rounds]
+            is_whole = bool(there) and there[0].chain == about.chain
+            return about if is_whole and about.chain != self._outer.adopted_chain else None
 
-        return self._world.share_first(look, dict[str, Any] | None)
+        return self._world.share_first(look, AdoptedState | None)
 
     def _adopt(self) -> bool:
         """Take another site's state over, if one was fetched. Returns True if that was done."""
@@ -267,17 +268,17 @@ class Rounds(Agreement):
             return False
         state, left = self._state, self._state.step
         self._ledger.refresh()
-        self._follow(about["rounds"] - 1)
+        self._follow(about.rounds - 1)
         state.in_update = True
-        self._files.adopt(about["rounds"] - 1)
-        state.rounds, state.step = about["rounds"], self._sites.end_of(about["rounds"] - 1)
+        self._files.adopt(about.rounds - 1)
+        state.rounds, state.step = about.rounds, self._sites.end_of(about.rounds - 1)
         state.pending = state.is_prepared = state.in_update = False
         state.last_update, state.history = None, state.history.turned_back(state.step)
-        self._outer.adopted_chain = about["chain"]
+        self._outer.adopted_chain = about.chain
         state.model.after_update()
         self._batches.again()
         self._say_reached()
-        self._records.tell("state_taken", step=left, to_step=state.step, round=about["rounds"] - 1)
+        self._records.tell("state_taken", step=left, to_step=state.step, round=about.rounds - 1)
         self._records.progress.say(
             f" the other sites went on without this one, which was at step {left}; it goes on at step {state.step} "
             "from their weights",
@@ -301,15 +302,16 @@ class Rounds(Agreement):
         return self._wait_until(lambda: self._adoptable() is not None, lambda: "no state of another site yet")
 
     def _waits_for(self) -> str:
-        status: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            status = json.loads(self._sites.status.read_bytes())
         if self._ledger.damage:
             return self._ledger.damage
-        names = status.get("waiting_for", [])
+        try:
+            wait = read_record(self._sites.status, RoundWait)
+            names, is_short = wait.waiting_for, wait.quorum_missing
+        except (OSError, BadMessage):
+            names, is_short = [], False
         if not names:
             return f"the sum of round {self._state.rounds} is on its way"
-        needs = f"; a round needs {self._sites.quorum} sites" if status.get("quorum_missing") else ""
+        needs = f"; a round needs {self._sites.quorum} sites" if is_short else ""
         return f"{', '.join(names)} {'are' if names[1:] else 'is'} not ready for round {self._state.rounds}{needs}"
 
     def _apply(self, number: int) -> None:
@@ -364,9 +366,9 @@ class Rounds(Agreement):
     def _measured(self, number: int, before: int, seconds: float) -> dict[str, Any]:
         """Return what the step's line of metrics says of the outer steps from round `before` to `number`."""
         line, sites = self._ledger.lines[number], self._sites
-        traffic: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            traffic = json.loads(sites.traffic(number).read_bytes())
+        traffic: dict[str, int] = {}
+        with suppress(OSError, BadMessage):
+            traffic = read_record(sites.traffic(number), RoundTraffic).model_dump()
         wire, elements = sites.wire_of(number), sites.flat(number).elements
         whole, sent = 4 * elements, wire.blocks(elements) * wire.block_bytes
         since = sites.shares.start(max(0, before + 1 - sites.rounds_of_change(number)))

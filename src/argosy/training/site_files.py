@@ -6,12 +6,11 @@ writes the boxes that are dealt to it, and reads those that it holds.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
 from argosy.faults import fault
-from argosy.files import atomic_write, make_folder
+from argosy.files import make_folder
 from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
+from argosy.sync.layout import LeftChange, LeftState, write_record
 from argosy.sync.wire import F32, Flat
 from argosy.training.outer_state import OuterState
 from argosy.training.state import TrainState, boxes_written
@@ -37,7 +37,7 @@ class SiteFiles:
         self._state, self._outer, self._world, self._sites = state, outer, world, outer.sites
         self._mine: dict[str, Box] | None = None
 
-    def leave_change(self, number: int, about: dict[str, Any]) -> None:
+    def leave_change(self, number: int, about: LeftChange) -> None:
         """Write what changed in a round, and `about` it. What was left once stays: steps made again change alike."""
         masters = self._state.model.masters
         travels = self._sites.merge_after(number) > self._sites.end_of(number)
@@ -51,7 +51,7 @@ class SiteFiles:
         if not travels:
             self._outer.forget_sent()
 
-    def leave_gradient(self, number: int, about: dict[str, Any]) -> None:
+    def leave_gradient(self, number: int, about: LeftChange) -> None:
         """Write the site's gradient of a round of one step, for `leave_change`'s reader."""
         if not self._is_left(number):
             pieces = self._state.model.pieces
@@ -60,7 +60,7 @@ class SiteFiles:
     def _is_left(self, number: int) -> bool:
         return self._world.share_first(lambda: self._sites.about(number).exists(), bool)
 
-    def _leave(self, number: int, parts: Mapping[str, Tensor], about: dict[str, Any]) -> None:
+    def _leave(self, number: int, parts: Mapping[str, Tensor], about: LeftChange) -> None:
         """Write this rank's parts of what the site sends in a round."""
         sites, flat = self._sites, self._sites.flat(number)
         partial = sites.change(number).with_suffix(".partial")
@@ -80,8 +80,7 @@ class SiteFiles:
         self._world.barrier()
         if self._world.is_first:
             partial.replace(sites.change(number))
-            with atomic_write(sites.about(number)) as file:
-                file.write(json.dumps(about).encode())
+            write_record(sites.about(number), about)
 
     def _send_again(self, number: int) -> None:
         """Take what was left in an earlier world for what is sent, so that it is in checkpoints."""
@@ -122,8 +121,7 @@ class SiteFiles:
         if self._world.is_first:
             data = partial.read_bytes()
             partial.replace(sites.state(number))
-            with atomic_write(sites.state_about(number)) as file:
-                file.write(json.dumps({"bytes": len(data), "sum": zlib.crc32(data)}).encode())
+            write_record(sites.state_about(number), LeftState(bytes=len(data), sum=zlib.crc32(data)))
             sites.want_state.unlink(missing_ok=True)
 
     def boxes(self) -> dict[str, Box]:
