@@ -115,6 +115,17 @@ def test_a_plan_that_the_run_cannot_use_is_refused_before_anything_starts(
         parity(run)
 
 
+def test_a_run_with_replay_checks_is_compared_without_them(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+    monkeypatch.setattr(
+        "argosy.compare.parity.train", lambda run, *_, **__: trained.append(run.resilience.replay_check_every_steps)
+    )
+    monkeypatch.setattr("argosy.compare.parity.compare", lambda *_: Differences(SAME, SAME, SAME))
+    run = run_config(corpus, resilience={"replay_check_every_steps": 2})
+    parity(run.model_copy(update={"plan": "dp_replicate=2"}))
+    assert trained == [0, 0]
+
+
 def test_a_run_of_no_steps_is_refused(corpus: Path) -> None:
     with pytest.raises(UserError, match="at least 1"):
         parity(run_config(corpus).model_copy(update={"plan": "tp=2"}), steps=0)

@@ -157,6 +157,7 @@ def _brief(run: RunConfig, steps: int) -> RunConfig:
         "checkpoint": {"every_steps": 0, "every_minutes": 0.0},  # only the last state: weights are compared by it
         "observe": TOLD_TO_NOBODY,
         "launch": {"max_restarts": 0},
+        "resilience": {"replay_check_every_steps": 0},  # the single process has no replicas
     }
     sections = {name: getattr(run, name).model_copy(update=keys) for name, keys in changes.items()}
     return run.model_copy(update={"name": "parity", **sections})

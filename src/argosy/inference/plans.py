@@ -6,7 +6,7 @@ Free of torch: a command refuses a wrong plan before that is loaded.
 from __future__ import annotations
 
 from argosy.config.model import MTPConfig
-from argosy.config.schema import RunConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.config.train import LoraConfig, TrainConfig
 from argosy.errors import UserError
 from argosy.plan.plan import FP8, Plan, said_in
@@ -77,13 +77,13 @@ def run_to_score(run: RunConfig, plan: Plan, seq_len: int) -> RunConfig:
 
 def _run_to_use(run: RunConfig, plan: Plan, seq_len: int, said: Plan) -> RunConfig:
     """Return `run` with what its model needs to be used under `plan`: whole weights, no modules of multi-token
-    prediction, and a batch that the ranks can deal out.
+    prediction, no checks of training, and a batch that the ranks can deal out.
     """
     model = run.model.model_copy(update={"mtp": MTPConfig()})
     train = TrainConfig(steps=1, global_batch=plan.dp * plan.microbatch * plan.stages)
     data = run.data.model_copy(update={"seq_len": seq_len})
-    sections = {"model": model, "train": train, "data": data, "lora": LoraConfig(), "sites": ()}
-    used = run.model_copy(update=sections)
+    sections = {"model": model, "train": train, "data": data, "lora": LoraConfig(), "resilience": ResilienceConfig()}
+    used = run.model_copy(update={**sections, "sites": ()})
     if problem := first_problem(plan, used):
         raise UserError(f'plan = "{said}": {problem}')
     return used
