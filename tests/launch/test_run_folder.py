@@ -448,3 +448,11 @@ def test_what_is_worth_something_stays(tmp_path, kept):
             (run_dir / "metrics.jsonl").write_text("{}\n")
         raise error("wrong")
     assert (run_dir / ".lock").exists()
+
+
+def test_a_finished_run_names_only_lengths_that_it_takes():
+    sites = tuple(SiteConfig(name=name) for name in ("north", "south"))
+    of_sites = run().model_copy(update={"sites": sites})
+    said = [run_folder.finished_in_words(Path("runs/mine"), each) for each in (run(), of_sites)]
+    assert ["train.minutes" in words for words in said] == [True, False]  # sites end with the same step
+    assert all("--train.steps" in words and words.startswith("runs/mine is finished") for words in said)

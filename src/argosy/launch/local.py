@@ -105,7 +105,7 @@ def train(
             run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:
-            progress.say(run_folder.finished_in_words(run_dir))
+            progress.say(run_folder.finished_in_words(run_dir, run))
             progress.say(ending_in_words(run_dir, report))
             return report
         (run_dir / "report.json").unlink(missing_ok=True)

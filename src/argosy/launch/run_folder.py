@@ -412,9 +412,7 @@ def _check_renames(run_dir: Path, probe: Path) -> None:
     raise UserError(f"{run_dir}: its storage renames a folder over another that is not empty. {DISK_REMEDY}")
 
 
-def finished_in_words(run_dir: Path) -> str:
+def finished_in_words(run_dir: Path, run: RunConfig) -> str:
     """Return the message for a run that has made all of its steps, with what makes it longer."""
-    return (
-        f"{run_dir} is finished. More --train.steps (or --train.minutes) make it longer; --name or --run-dir give "
-        "another run."
-    )
+    longer = "--train.steps" if run.sites else "--train.steps (or --train.minutes)"
+    return f"{run_dir} is finished. More {longer} make it longer; --name or --run-dir give another run."

@@ -154,7 +154,7 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
             run_folder.write(run_dir, written, SERVERS_PLAN, data.sources[0].folder / TOKENIZER)
         progress.close()
         if is_finished(run_dir, run):
-            progress.say(run_folder.finished_in_words(run_dir))
+            progress.say(run_folder.finished_in_words(run_dir, run))
             return
         _hold(run_dir, number, run.site, stop)
 
@@ -182,7 +182,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     asked = run_dir / "asked.toml"
     save_run(run, asked)
     if is_finished(run_dir, run):
-        progress.say(run_folder.finished_in_words(run_dir))
+        progress.say(run_folder.finished_in_words(run_dir, run))
         return _report(run_dir, run)
     names = [server_name(number) for number in range(len(run.sync.servers))]
     with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
