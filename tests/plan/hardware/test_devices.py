@@ -187,7 +187,7 @@ def test_a_file_of_the_same_keys_adds_a_device(tmp_path):
         (
             "ring_busbw_bytes_per_s = 366e9",
             "ring_busbw_bytes_per_s = 660e9",
-            r"ring_busbw_bytes_per_s = .* is 147 %",
+            r"ring_busbw_bytes_per_s = .* is 147 % .* one way\.$",
         ),
         ("power_w = 700", "power_w = 0.7", r"peak_flops_per_s\.\w+ = .* at power_w = 0\.7 .* Give FLOP/s and watts"),
     ],

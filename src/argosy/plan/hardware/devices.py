@@ -202,7 +202,7 @@ class Device(Section):
             if measured and measured > MOST_OF_A_LINK[key] * self.link_bytes_per_s:
                 raise ValueError(
                     f"{key} = {measured:g} is {100 * measured / self.link_bytes_per_s:.0f} % of link_bytes_per_s = "
-                    f"{self.link_bytes_per_s:g}, over its {100 * MOST_OF_A_LINK[key]:.0f} %. Give bytes/s, one way."
+                    f"{self.link_bytes_per_s:g}, over its {100 * MOST_OF_A_LINK[key]:.0f} %. Give bytes/s, one way"
                 )
         return self
 
