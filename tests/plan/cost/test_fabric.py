@@ -49,6 +49,14 @@ def test_a_tree_without_oversubscription_is_the_flat_network():
             assert one(cost(b)) == pytest.approx(one(cost(a)))
 
 
+def test_the_network_over_nodes_changes_no_sum_inside_of_them():
+    plan = Layouts.of([Plan.parse("pp=32,dp_replicate=8,zero=0,precision=bf16")])
+    run = load("demo", {"model.preset": "llama3-8b"})
+    each = [CostModel.of(run, place).step_model(plan) for place in (Cluster.parse("256xh100"), tree(1.0))]
+    known, flat = (one(model.predict().gradients) for model in each)
+    assert known == pytest.approx(flat)
+
+
 @pytest.mark.parametrize(
     ("ranks", "stride", "ring", "exchange"),
     [

@@ -165,8 +165,9 @@ class StepModel(WaitModel):
         for parameters, group in (dense, self.data_group), (experts, self.expert_data_group):
             back, inside = (gather_s(parameters * updated, each) for each in (group, self.shard_group))
             both = gather_s(parameters * system.reduced_bytes, group) + back
-            if group.algorithms:  # those of the network's, else a ring
-                both = np.where(plans.zero == 0, all_reduce_s(parameters * system.reduced_bytes, group), both)
+            if group.algorithms:  # over nodes those of the network's, else a ring
+                summed = all_reduce_s(parameters * system.reduced_bytes, group)
+                both = np.where((plans.zero == 0) & group.crosses, summed, both)
             both = both * np.where(plans.zero == 0, self._share_sent(group.ranks), 1.0)
             back = np.where(plans.zero > 0, np.where(in_tiers, inside, back), 0.0)
             both = np.where(in_tiers, self._sum_s(parameters * system.reduced_bytes) + back, both)
