@@ -345,7 +345,7 @@ def test_each_input_has_a_field_of_its_own_in_one_command(tmp_path: Path) -> Non
     (tmp_path / "all.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
     alone = prepare(PrepareConfig(input=(str(tmp_path / "all.jsonl"),), out=tmp_path / "alone", **same))
     assert mixed.splits == alone.splits
-    assert "--field content --field body --field text" in mixed._again(tmp_path)
+    assert "--field content --field body --field text" in mixed.prepare_command(tmp_path)
     with pytest.raises(ValueError, match="field names 2 fields for 3 places of input; give one for all"):
         PrepareConfig(input=inputs, field=("content", "body"))
 

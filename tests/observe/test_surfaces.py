@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from argosy.observe import surfaces
 from argosy.observe.panel import RunView, panel
 from argosy.observe.surfaces import SVG_POINTS, TerminalSurface, curves, in_html, is_in_notebook
 from emulator import Emulator
@@ -110,9 +111,9 @@ def test_a_line_is_not_told_twice(terminal):
 
 def test_colours_are_left_out_where_the_user_wants_none(terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    _, surface = terminal
-    surface.show([("red", "red")], VIEW)
-    colours = {number for number in surface._stream.getvalue().split("\x1b[") if number[:2] in ("31", "34", "36", "90")}
+    stream = Stream(terminal[0])
+    TerminalSurface(stream).show([("red", "red")], VIEW)
+    colours = {number for number in stream.getvalue().split("\x1b[") if number[:2] in ("31", "34", "36", "90")}
     assert not colours
 
 
@@ -120,7 +121,7 @@ def test_after_a_pause_the_panel_is_drawn_below_what_the_shell_has_printed(termi
     emulator, surface = terminal
     surface.show([], VIEW)
     emulator.feed("[1]+ Stopped\n$ fg\n")
-    surface._drawn_at -= 100
+    monkeypatch.setattr(surfaces, "AWAY_S", 0.0)
     surface.show([], VIEW)
     lines = [line.rstrip() for line in emulator.lines]
     assert lines == [*drawn(), "[1]+ Stopped", "$ fg", *drawn(), ""]

@@ -6,6 +6,7 @@ import ast
 import math
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,8 @@ def test_a_value_of_another_type_neither_leaves_nor_enters():
 
 def test_what_has_the_right_frame_and_the_wrong_content_is_refused():
     body = b'[{"step": 1, "tokens": "many"}]'
-    message = (
-        encoding.FRAME_HEADER.pack(encoding.FRAME_MARK, encoding._hash(Position), len(body), encoding.zlib.crc32(body))
-        + body
-    )
+    _, kind, _, _ = encoding.FRAME_HEADER.unpack_from(encode(Position(1, 2), Position))
+    message = encoding.FRAME_HEADER.pack(encoding.FRAME_MARK, kind, len(body), zlib.crc32(body)) + body
     with pytest.raises(WrongMessage, match="tokens"):
         decode(message, Position)
 

@@ -143,7 +143,7 @@ def test_every_heartbeat_is_answered(come):
 def test_the_larger_the_run_the_less_often_agents_are_to_report_but_often_enough_for_the_lease(
     nodes, every_s, most_steps
 ):
-    heard = coordinator._heartbeats(nodes, 8 * nodes, wants_all=False)
+    heard = coordinator.heartbeats_of(nodes, 8 * nodes, wants_all=False)
     assert (heard.every_s, heard.most_steps) == (every_s, most_steps)
 
 

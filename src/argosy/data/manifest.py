@@ -128,7 +128,7 @@ class Manifest(_Record):
     def _check_whole(self) -> Self:
         if self.eod_id >= self.vocab_size:
             raise ValueError(f"eod_id = {self.eod_id} is outside of the vocabulary of {self.vocab_size} tokens")
-        names = sorted(shard.name for shard in self._shards())
+        names = sorted(shard.name for shard in self.shards())
         if self.rows is not None and (self.vocab_size > 2**ID_BITS or self.dtype != "int32"):
             raise ValueError(f"rows of conversations are int32, with ids of {ID_BITS} bits")
         if twice := next((name for name, after in pairwise(names) if name == after), None):
@@ -207,7 +207,7 @@ class Manifest(_Record):
         """
         manifest = cls._parse(folder)
         manifest._check_tokenizer(folder)
-        for shard in manifest._shards() if check_shards else ():
+        for shard in manifest.shards() if check_shards else ():
             manifest.check_sizes(folder, shard)
         return manifest
 
@@ -224,21 +224,22 @@ class Manifest(_Record):
                 f"again: argosy prepare TEXT --out {folder}"
             ) from None
 
-    def _shards(self) -> list[Shard]:
+    def shards(self) -> list[Shard]:
+        """Return the shards of all splits."""
         return [shard for shards in self.splits.values() for shard in shards]
 
     def _check_tokenizer(self, folder: Path) -> None:
         path = folder / TOKENIZER
         if not path.exists():
-            raise UserError(f"{path} is missing. Restore it, or prepare again: {self._again(folder)}")
+            raise UserError(f"{path} is missing. Restore it, or prepare again: {self.prepare_command(folder)}")
         if (found := _sha256(path)) != self.tokenizer_sha256:
             raise UserError(
                 f"{folder}: manifest of another tokenizer: its shards were made with tokenizer "
                 f"{self.tokenizer_sha256[:12]}, but {TOKENIZER} is {found[:12]}. Restore {path}, or delete {folder} "
-                f"and prepare it again: {self._again(folder)}"
+                f"and prepare it again: {self.prepare_command(folder)}"
             )
 
-    def _again(self, folder: Path) -> str:
+    def prepare_command(self, folder: Path) -> str:
         """Return the command that prepares the same folder, as far as the manifest tells."""
         defaults = PrepareConfig()
         words = list(self.options.get("input", ())) or ["TEXT"]
@@ -266,7 +267,8 @@ class Manifest(_Record):
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes instead of {size}"
                 raise DataError(
-                    f"{path} {state}. Restore the file, or delete {folder} and prepare it again: {self._again(folder)}"
+                    f"{path} {state}. Restore the file, or delete {folder} and prepare it again: "
+                    f"{self.prepare_command(folder)}"
                 )
 
 
@@ -276,13 +278,13 @@ def verify(folder: Path) -> Manifest:
     Raises: DataError that names the first file that differs from the manifest; UserError as `Manifest.load`.
     """
     manifest = Manifest.load(folder)
-    for shard in manifest._shards():
+    for shard in manifest.shards():
         for suffix, expected in ((".bin", shard.bin_sha256), (".idx", shard.idx_sha256)):
             path = folder / (shard.name + suffix)
             if (found := _sha256(path)) != expected:
                 raise DataError(
                     f"{path} does not match its checksum (manifest {expected[:12]}, file {found[:12]}). Restore the "
-                    f"file, or delete {folder} and prepare it again: {manifest._again(folder)}"
+                    f"file, or delete {folder} and prepare it again: {manifest.prepare_command(folder)}"
                 )
     return manifest
 

@@ -173,7 +173,7 @@ class Coordinator:
             return
         self._looked_s = now_s
         membership = self._membership
-        self._heard = _heartbeats(len(self._agents), membership.size, self._watch.wants_all)
+        self._heard = heartbeats_of(len(self._agents), membership.size, self._watch.wants_all)
         if not membership.in_force:
             return
         self._write_what_is_missing(now_s)
@@ -397,7 +397,7 @@ def _opener(join: Join) -> str:
     return next(name for (name, _), rank in join.places.items() if rank == 0)
 
 
-def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.HeartbeatReply:
+def heartbeats_of(nodes: int, ranks: int, wants_all: bool) -> say.HeartbeatReply:
     """Return what to ask of the heartbeats of so many nodes and ranks."""
     every_s = min(max(say.AGENT_BEAT_S, nodes / HEARTBEATS_PER_S), LEASE_S / HEARTBEATS_A_LEASE)
     most_steps = min(LAST_STEPS, max(1, round(STEP_TIMES_PER_S * every_s / max(1, ranks))))
