@@ -61,7 +61,7 @@ def config_sha256(run: RunConfig) -> str:
 
 def is_under(key: str, prefixes: tuple[str, ...]) -> bool:
     """Return True if the dotted key is one of `prefixes`, or in a table that one of them names."""
-    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+    return f"{key}.".startswith(tuple(f"{prefix}." for prefix in prefixes))
 
 
 def check_repeatable(run: RunConfig, source: object) -> None:

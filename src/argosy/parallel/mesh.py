@@ -144,21 +144,32 @@ class RankMeshes(Meshes):
         return next(v for v in (self.axes, self.state, self.experts) if set(names) <= set(v.mesh_dim_names or ()))
 
     def sharing(self, outer: Sequence[str]) -> DeviceMesh | None:
-        dim = "expert_shard" if "ep" in outer else "shard"
         if not self.nested:
             return None
-        return self.nested["ep" in outer][*outer, dim]
+        names = (*outer, "expert_shard" if "ep" in outer else "shard")
+        if names not in self._sharing:
+            self._sharing[names] = self.nested["ep" in outer][names]
+        return self._sharing[names]
+
+    @cached_property
+    def _sharing(self) -> dict[tuple[str, ...], DeviceMesh]:
+        """Meshes of `sharing`, by their dimensions: torch takes milliseconds to make one, and each parameter asks."""
+        return {}
 
     def ranks_of_stage(self, is_shared_by_ends: bool) -> int:
         ranks = self.axes.size() // self.axes.size(MESH_AXES.index("pp"))
         return 2 * ranks if is_shared_by_ends and self.ends is not None else ranks
 
     def holders(self, names: Collection[str], split: Collection[str]) -> tuple[int, ...]:
-        view = self.experts if EXPERT_AXES & set(names) else self.state
-        axes: tuple[str, ...] = view.mesh_dim_names or ()
-        mine: Sequence[int] = view.get_coordinate() or ()
+        axes, mine, ranks = self._ranks["experts" if EXPERT_AXES & set(names) else "state"]
         place = tuple(at if axis == "pp" or axis in split else slice(None) for axis, at in zip(axes, mine, strict=True))
-        return tuple(sorted(view.mesh[place].flatten().tolist()))
+        return tuple(sorted(ranks[place].flatten().tolist()))
+
+    @cached_property
+    def _ranks(self) -> dict[str, tuple[tuple[str, ...], Sequence[int], Tensor]]:
+        """View -> its axes, this rank's place on them, and all ranks: torch computes them anew whenever it is asked."""
+        views = {"state": self.state, "experts": self.experts}
+        return {name: (v.mesh_dim_names or (), v.get_coordinate() or (), v.mesh) for name, v in views.items()}
 
     def axis_of_groups(self) -> dict[str, str]:
         views = (self.axes, self.state, self.experts, *self.nested)
