@@ -20,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from workers import WorkerPool, make_the_tests_process_light
 
 make_the_tests_process_light()
+gc.disable()  # a sixth of what collecting the tests takes would be looking for garbage, which it hardly leaves
 
 _STATE = tempfile.TemporaryDirectory(prefix="argosy-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name  # what tests approve is not approved for their user
@@ -42,6 +43,7 @@ def pytest_collection_finish() -> None:
     """Keep what was imported and collected out of garbage collections: a million objects that stay."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -187,11 +187,11 @@ LIMIT = 2**20
 
 
 def bombs() -> dict[str, bytes]:
-    """Small files that unpack to 100 MB of one document or record."""
+    """Small files that unpack to 32 MB of one document or record."""
     line = b'{"text": "ok"}\n'
-    zeros = bytes(100 * 2**20)
+    zeros = bytes(32 * LIMIT)
     table = io.BytesIO()
-    pq.write_table(pa.table({"text": ["x" * 2**16] * 10_000}), table)  # one value in a dictionary, 10,000 times
+    pq.write_table(pa.table({"text": ["x" * 2**16] * 3000}), table)  # one value in a dictionary, 3000 times
     value = io.BytesIO()
     pq.write_table(pa.table({"text": ["y" * (8 * LIMIT)]}), value, compression="zstd")
     return {

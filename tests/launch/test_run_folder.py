@@ -310,8 +310,12 @@ def test_storage_that_lacks_something_is_refused_by_the_command(
 ) -> None:
     run = tmp_path / "run.toml"
     run.write_text('[data]\nsources = {"nowhere" = 1.0}\n')  # it would be missed next
+    # Without the process that imports torch ahead of its need.
+    command = (
+        "import sys; from argosy.cli import main, train; train.STARTS_NOTHING = sys.argv; sys.exit(main(sys.argv[1:]))"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "argosy", "train", str(run), "--run-dir", str(tmp_path / "run")],
+        [sys.executable, "-c", command, "train", str(run), "--run-dir", str(tmp_path / "run")],
         env={**os.environ, "LD_PRELOAD": str(shim), "SPOIL": how},
         capture_output=True,
         text=True,

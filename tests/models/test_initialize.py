@@ -168,9 +168,12 @@ def test_other_layers_do_not_change_a_weight():
     assert torch.equal(fewer["embedding.weight"], built()["embedding.weight"][:100])
 
 
-@pytest.mark.parametrize("name", built())
+BUILT = built()
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_each_weight_has_its_distribution(name):
-    value = built()[name]
+    value = BUILT[name]
     if name.endswith("norm.weight"):
         assert (value == 1).all()
     elif name.endswith(".bias"):
