@@ -22,6 +22,7 @@ from argosy.plan.plan import Plan  # noqa: E402
 from waiting import PATIENT_S  # noqa: E402
 
 
+@pytest.mark.slow  # `make docs` does the same, a job of its own in CI
 def test_the_site_builds_without_a_warning_and_every_link_in_it_leads_somewhere(tmp_path: Path) -> None:
     """MkDocs' strict mode also refuses a page of docs/ that the navigation lacks, and an entry without a page."""
     command = [sys.executable, ROOT / "docs" / "site" / "build.py", tmp_path]

@@ -102,7 +102,7 @@ def test_faults_are_injected_and_the_run_is_watched_until_its_end(tmp_path):
     assert not list(chaos.left_behind(run.pids | run.workers_seen))
 
 
-@pytest.mark.parametrize("kind", ["term", "launcher"])
+@pytest.mark.parametrize("kind", [pytest.param("term", marks=pytest.mark.slow), "launcher"])
 def test_a_run_whose_command_was_killed_is_started_again(tmp_path, kind):
     run = campaign(tmp_path, PlannedFault(0.3, kind, 0.5))
     run.run()

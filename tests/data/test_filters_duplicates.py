@@ -111,7 +111,14 @@ def test_all_workers_make_tokens_after_the_search(config: PrepareConfig, monkeyp
     assert ahead[worker.DUPLICATES_OUTPUT] == 1 and ahead[worker.TOKENS_OUTPUT] >= LEAST_AHEAD
 
 
-@pytest.mark.parametrize("stage", [worker.KEYS_OUTPUT, worker.DUPLICATES_OUTPUT, worker.TOKENS_OUTPUT])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(worker.KEYS_OUTPUT, marks=pytest.mark.slow),
+        worker.DUPLICATES_OUTPUT,
+        pytest.param(worker.TOKENS_OUTPUT, marks=pytest.mark.slow),
+    ],
+)
 def test_interrupted_in_any_stage_it_goes_on(
     config: PrepareConfig, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

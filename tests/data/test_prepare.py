@@ -91,7 +91,7 @@ def test_result_does_not_depend_on_the_number_of_processes(config: PrepareConfig
     assert contents(config.out) == contents(tmp_path / "three")
 
 
-@pytest.mark.parametrize("batches", [1, 6, 20])
+@pytest.mark.parametrize("batches", [6, *(pytest.param(batches, marks=pytest.mark.slow) for batches in (1, 20))])
 def test_interrupted_and_resumed_is_byte_identical(config: PrepareConfig, tmp_path: Path, batches: int) -> None:
     """Interrupted over and over, each time after so many batches, until it comes to the end."""
     trained = changed(config, tokenizer=None, vocab_size=300, out=tmp_path / "whole")
@@ -179,7 +179,7 @@ def test_stops_at_max_text_bytes(config: PrepareConfig) -> None:
     assert manifest.text_bytes("train") + manifest.text_bytes("validation") in range(4997, 5001)
 
 
-@pytest.mark.parametrize("limit", [3, 9001, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (601, 2500))])
+@pytest.mark.parametrize("limit", [3, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (601, 2500, 9001))])
 def test_the_limit_ends_at_the_same_byte_for_all_workers_pieces_and_chunks(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
@@ -296,7 +296,9 @@ module.prepare(PrepareConfig(**json.loads(sys.argv[1])), report)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_signal_leaves_a_resumable_folder_and_no_orphan(config: PrepareConfig, tmp_path: Path, number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, config.model_dump_json()],

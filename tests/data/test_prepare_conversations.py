@@ -84,7 +84,7 @@ def test_every_conversation_is_in_one_row_with_its_mask(config: PrepareConfig) -
     verify(config.out)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_interrupted_prepare_comes_to_the_same(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:

@@ -206,6 +206,7 @@ def test_pages_of_others_and_names_that_lead_here_are_refused(address: str) -> N
         assert httpx.get(f"{address}/models", headers=headers).status_code == 403
 
 
+@pytest.mark.slow
 def test_with_json_the_address_is_a_document(model: LoadedModel) -> None:
     command = [sys.executable, "-m", "argosy", "serve", model.home, "--name", "mine"]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:

@@ -117,7 +117,9 @@ def own_handlers() -> Iterator[dict[signal.Signals, Callable[..., None]]]:
         signal.signal(number, previous)
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["while they start", "while they train"])
+@pytest.mark.parametrize(
+    "begun", [pytest.param(False, marks=pytest.mark.slow), True], ids=["while they start", "while they train"]
+)
 def test_workers_do_not_outlive_their_launcher(corpus, tmp_path, begun):
     run = run_config(corpus, **ENDLESS)
     launcher = multiprocessing.get_context("fork").Process(target=launch, args=(run, corpus, tmp_path))

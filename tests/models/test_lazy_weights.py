@@ -93,7 +93,9 @@ def preset(name: str) -> ModelConfig:
     return build_config(RunConfig, preset_layer(preset_path("models", name))).model
 
 
-@pytest.mark.parametrize("name", ["llama3.1-70b", "gpt-oss-120b", "phi4", "deepseek-v2-lite"])
+@pytest.mark.parametrize(
+    "name", ["llama3.1-70b", pytest.param("gpt-oss-120b", marks=pytest.mark.slow), "phi4", "deepseek-v2-lite"]
+)
 def test_two_tensors_are_in_memory_at_most_while_a_model_goes_in_and_out(name, monkeypatch):
     config = preset(name)
     shapes = {name: parameter.shape for name, parameter in state_table(config).items()}

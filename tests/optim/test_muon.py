@@ -116,7 +116,7 @@ def alone() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dealt", [False, True], ids=["each-rank", "dealt"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_cut_gives_the_weights_of_one_process(workers, alone, size, dim, dealt):
     for result in workers.run(size, cut_and_train, dim, dealt):
         for name, weight in alone.items():

@@ -186,7 +186,10 @@ def language_model_loss(config: OptimizerConfig, dtype: torch.dtype, steps: int 
     return sum(losses[-10:]) / 10
 
 
-@pytest.mark.parametrize(("kind", "lr"), [("adamw", 5e-3), ("lion", 2e-3), ("muon", 5e-3)])
+@pytest.mark.parametrize(
+    ("kind", "lr"),
+    [("adamw", 5e-3), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("lion", 2e-3), ("muon", 5e-3)))],
+)
 def test_small_number_formats_learn_as_fast_as_fp32(kind, lr):
     full = language_model_loss(OptimizerConfig(kind=kind, lr=lr), FP32)
     assert full < 2.0, "of 4.6 at the start: it is learned, so that the comparison means something"

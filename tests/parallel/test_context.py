@@ -241,9 +241,11 @@ def test_a_row_that_cannot_be_cut_evenly_is_refused():
         shard_sequence(torch.zeros(1, 46), 0, 2)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("size", "kv_heads"),
+    [(2, 4), (2, 2), (2, 1), (4, 2), *(pytest.param(4, heads, marks=pytest.mark.slow) for heads in (4, 1))],
+)
 @pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("size", [2, 4])
 def test_outputs_and_gradients_are_those_of_one_process(workers, size: int, core: str, kv_heads: int):
     whole, documents = inputs(4, kv_heads), [starts(rows) for rows in DOCUMENTS.values()]
     results = workers.run(size, attend_to_shards, core, whole, documents)

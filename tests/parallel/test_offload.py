@@ -74,7 +74,7 @@ def test_gradients_are_bit_for_bit_those_without(
         ("none", "inductor", True),
         pytest.param("none", "inductor", False, marks=pytest.mark.slow),
         ("full", "aot_eager", True),
-        ("full", "aot_eager", False),
+        pytest.param("full", "aot_eager", False, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_blocks_are_offloaded_too(recompute: RecomputeMode, backend: str, before: bool) -> None:

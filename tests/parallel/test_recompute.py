@@ -104,8 +104,14 @@ def test_gradients_are_bit_for_bit_those_without(
     assert_bit_equal(loss_and_gradients(recomputing(mode, every, dtype), documents), expected)
 
 
-@pytest.mark.parametrize("backend", [PARTITIONED, pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [
+        pytest.param(mode, backend, marks=() if (mode, backend) == ("selective", PARTITIONED) else pytest.mark.slow)
+        for mode in MODES
+        for backend in (PARTITIONED, "inductor")
+    ],
+)
 def test_compiled_blocks_recompute_too_and_give_the_gradients_of_compiled_blocks_without(
     mode: RecomputeMode, backend: str
 ) -> None:

@@ -61,6 +61,13 @@ VARIANTS: list[dict[str, Any]] = [
     {"mtp": MTPConfig(modules=1), "tie_embeddings": True, "moe": MoEConfig(experts=4, first_dense_layers=1)},
 ]
 PRESETS = preset_names("models")
+LARGER = {
+    "deepseek-v2", "deepseek-v3", "gemma2-27b", "gemma2-9b", "gemma3-12b", "gemma3-27b", "gemma3-4b", "glm4-32b",
+    "glm4.5", "gpt-oss-120b", "llama3-70b", "llama3.1-405b", "llama3.1-70b", "llama3.1-8b", "llama3.2-3b",
+    "llama4-maverick", "mixtral-8x22b", "mixtral-8x7b", "olmo2-13b", "phi4", "qwen3-1.7b", "qwen3-14b",
+    "qwen3-235b-a22b", "qwen3-32b", "qwen3-4b", "qwen3.5-9b",
+}  # fmt: skip
+"""Presets that differ in numbers alone from a smaller one of their family."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
@@ -69,7 +76,9 @@ def test_parameters_are_those_of_the_module(variant):
     assert parameters(config) == sum(p.numel() for p in Decoder(config).parameters())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGER else ()) for name in PRESETS]
+)
 def test_parameters_of_a_preset_are_those_of_the_module(name):
     config = load("demo", {"model.preset": name, "model.vocab_size": 1000}).model
     assert parameters(config) == sum(p.numel() for p in Decoder(config).parameters())
@@ -92,7 +101,7 @@ def test_parameters_are_the_published_ones(config, published):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
-@pytest.mark.parametrize("seq_len", [64, 256])
+@pytest.mark.parametrize("seq_len", [64, pytest.param(256, marks=pytest.mark.slow)])
 def test_flops_are_those_that_a_step_executes(variant, seq_len):
     """The counter counts the masked half of attention too, which the formula leaves out."""
     config = SMALL.model_copy(update=variant)

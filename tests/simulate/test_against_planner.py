@@ -28,12 +28,12 @@ BOTTOM = ("embedding", "blocks.0", "blocks.1")
 MATRICES = ("embedding", "blocks.*.attention.*", "blocks.*.mlp.*", "head")
 DENSE, MIXTURE = "llama3-8b", "mixtral-8x7b"
 QUICK: list[tuple[str, str, dict[str, Any]]] = [
-    (DENSE, "precision=fp32", {}),
-    (DENSE, "dp_shard=8,recompute=full", {}),
     (DENSE, "microbatch=2", {"lora.rank": 16}),
     (MIXTURE, "dp_shard=4,ep=4,zero=1", {}),
 ]
 SLOW: list[tuple[str, str, dict[str, Any]]] = [
+    (DENSE, "dp_shard=8,recompute=full", {}),
+    (DENSE, "precision=fp32", {}),
     (DENSE, "microbatch=2", {}),
     (DENSE, "precision=fp32,recompute=selective", {}),
     (DENSE, "precision=fp32,recompute=full", {}),

@@ -85,7 +85,7 @@ def one_document(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("model", "plan"),
     [
         ({}, "dp_replicate=2"),
-        (EXPERTS, "dp_shard=2,ep=2"),
+        pytest.param(EXPERTS, "dp_shard=2,ep=2", marks=pytest.mark.slow),
         pytest.param({}, "dp_shard=2", marks=pytest.mark.slow),
         pytest.param({}, "", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "pp=2,zero=1", marks=pytest.mark.slow),

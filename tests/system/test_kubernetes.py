@@ -93,6 +93,7 @@ def test_a_pod_that_is_evicted_saves_and_another_takes_its_place(run, api, undis
     run.check(undisturbed(PLANS["replicas"], "--train.steps", "40"))
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_not_started_again(run, api):
     launch(run, "--data.sources", "nowhere", "1")
     wait(run, lambda: "a pod has ended with 2" in state_of_job(run))

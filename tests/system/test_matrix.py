@@ -54,8 +54,10 @@ def test_a_kill_within_a_step_costs_no_step_where_there_is_a_replica(disturbed, 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("plan", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow),
-                                  pytest.param("tensor", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    ["pipeline", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("sharded", "tensor"))],
+)
 def test_a_state_without_a_replica_comes_from_the_copies_in_memory(disturbed, undisturbed, plan, seed):
     # Nothing is on disk until the end: a checkpoint could be newer than the newest copy that is whole.
     never = ("--checkpoint.every_steps", "0")

@@ -15,7 +15,11 @@ from matrix import PLANS
         (["--profile", "4:9"], ("observe.profile.steps = 4:9", "the steps 0 to 5", "3:6")),
         (["--profile", "4:2"], ("observe.profile.steps", "4:2", "END must exceed", "4:7")),
         (["--profile=now"], ("observe.profile.steps", "now", "10:13")),
-        (["--profile", "2:4", "--observe.profile.ranks", "0,7"], ("observe.profile.ranks = 0,7", "rank 7", "0 to 1")),
+        pytest.param(
+            ["--profile", "2:4", "--observe.profile.ranks", "0,7"],
+            ("observe.profile.ranks = 0,7", "rank 7", "0 to 1"),
+            marks=pytest.mark.slow,
+        ),
         (["--profile", "2:4", "--observe.profile.ranks", "some"], ("observe.profile.ranks", "some", "such as 0,7")),
     ],
     ids=["beyond the end", "backwards", "no range", "no such rank", "no ranks"],

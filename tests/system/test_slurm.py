@@ -86,6 +86,7 @@ def test_srun_starts_a_run_on_its_nodes_and_ranks_are_where_a_rank_map_says(job,
     assert sorted(dealt.splitlines()) == ["0 n3", "1 n1"]
 
 
+@pytest.mark.slow
 def test_a_signal_that_slurm_sends_before_the_end_saves(job, cluster):
     run = job(2, "--train.steps", "200", faults="slow@forward:seconds=0.2").start().wait_for_step(4)
     (step,) = cluster.ask("squeue", "--steps", "-h", "-o", "%i").split()

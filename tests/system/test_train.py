@@ -60,6 +60,7 @@ class Finished:
         return self.folder.path / "runs/tiny"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_reader_of_its_output_does_not(folder):
     folder.write_run(processes=1)
     with folder.start("train", "run.toml") as process:

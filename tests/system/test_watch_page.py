@@ -114,6 +114,7 @@ def test_labels_of_an_axis_say_where_they_are_with_no_digit_too_many(open_page):
     ]
 
 
+@pytest.mark.slow
 def test_what_is_alike_or_said_already_is_said_once(open_page):
     watched = open_page()
     watched.open("?run=troubled", view="memory")
@@ -160,6 +161,7 @@ def test_the_page_follows_a_run_and_says_when_it_cannot(browser, tmp_path):
         page.wait_for_selector(".vital.alive:has-text('step 60')")
 
 
+@pytest.mark.slow
 def test_a_dragged_range_is_asked_of_the_server_and_the_address_shows_another_reader_the_same(open_page):
     watched = open_page()
     page = watched.open("?run=troubled")
@@ -182,6 +184,7 @@ def test_a_dragged_range_is_asked_of_the_server_and_the_address_shows_another_re
     assert other.page.locator("[data-log=y]").get_attribute("aria-pressed") == "true"
 
 
+@pytest.mark.slow
 def test_several_runs_lie_over_each_other_in_colours_that_stay(open_page):
     watched = open_page()
     page = watched.open("?run=troubled")
@@ -212,6 +215,7 @@ def test_nothing_is_cut_off_on_a_phone(open_page):
         assert page.evaluate("document.documentElement.scrollWidth") == 360, view
 
 
+@pytest.mark.slow
 def test_a_phone_chooses_a_run_from_the_drawer(open_page):
     watched = open_page(**PHONE)
     page = watched.open("?run=troubled")
@@ -221,6 +225,7 @@ def test_a_phone_chooses_a_run_from_the_drawer(open_page):
     page.wait_for_selector("h1:text-is('calm')")
 
 
+@pytest.mark.slow
 def test_light_and_dark_follow_the_system_until_the_reader_chooses(open_page):
     watched = open_page(color_scheme="dark")
     page = watched.open("?run=calm")

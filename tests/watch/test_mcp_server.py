@@ -243,7 +243,7 @@ def test_a_client_that_dies_leaves_no_session_and_the_next_is_answered(runs: Pat
 @pytest.mark.parametrize(
     ("death", "code"),
     # Its input stays open: an answer that it cannot write is enough.
-    [("its answers are not read", -signal.SIGPIPE), ("Ctrl-C", -signal.SIGINT)],
+    [("its answers are not read", -signal.SIGPIPE), pytest.param("Ctrl-C", -signal.SIGINT, marks=pytest.mark.slow)],
 )
 def test_over_pipes_it_ends_with_its_client(runs: Path, death: str, code: int) -> None:
     pipe = subprocess.PIPE

@@ -41,7 +41,9 @@ def check_same(data: Data, prepared: Path, blocks: float, rows: slice = slice(0,
     return stored
 
 
-@pytest.mark.parametrize("blocks", [100, 4.5, 1.5], ids=["all of it", "half", "one block"])
+@pytest.mark.parametrize(
+    "blocks", [100, pytest.param(4.5, marks=pytest.mark.slow), 1.5], ids=["all of it", "half", "one block"]
+)
 def test_batches_are_those_of_the_local_folder(data: Data, prepared: Path, blocks: float, tmp_path: Path) -> None:
     check_same(data, prepared, blocks)
     assert len(list((tmp_path / "cache/shards").glob("*/0*[0-9]"))) <= blocks

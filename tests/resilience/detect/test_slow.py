@@ -79,7 +79,9 @@ def test_one_that_becomes_well_again_is_not_avoided():
 
 
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)]
+)
 def test_noise_names_no_rank(ranks, noise):
     assert not run(ranks, 4000 // ranks, NOISES[noise], seed=ranks)
 
@@ -276,7 +278,7 @@ def test_a_slow_stage_is_to_have_fewer_layers_once_a_window_has_shown_it():
     ],
     ids=["uniform", "lognormal", "pareto", "spikes", "in turns", "a little slow"],
 )
-@pytest.mark.parametrize("layers", [(4, 4), (2, 2, 2, 2)])
+@pytest.mark.parametrize("layers", [(4, 4), pytest.param((2, 2, 2, 2), marks=pytest.mark.slow)])
 def test_stages_that_are_alike_stay(noise, layers):
     said = ":".join(map(str, layers))
     assert not found(noise, 2000, f"pp={len(layers)},layers={said}", layers)
