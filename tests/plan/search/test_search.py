@@ -236,6 +236,17 @@ def test_where_no_plan_uses_all_devices_it_says_with_how_many_there_are_some() -
     assert len(search(costs.on(SMALL, count), {})) > 0
 
 
+def test_one_device_and_one_plan_are_told_as_one() -> None:
+    checked = SMALL.model_copy(
+        update={"resilience": SMALL.resilience.model_copy(update={"replay_check_every_steps": 5})}
+    )
+    with pytest.raises(UserError, match=r"^no plan for 1 device: resilience\.replay_check_every_steps = 5"):
+        search(costs_of("1xh100", checked), {})
+    costs = costs_of("1xh100", SMALL, memory_gib=0.1)
+    found = search(costs, parse_pins("recompute=full,recompute_every=1,microbatch=1,offload=none,precision=bf16"))
+    assert why_nothing_fits(costs, found).startswith('nothing fits: of 1 plan the leanest, "')
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -34,7 +34,7 @@ from argosy.config.section import Section
 
 TopologyKind = Literal["fat-tree", "rail-optimized", "rail-only", "torus", "dragonfly", "optical"]
 Algorithm = Literal["ring", "tree", "hierarchical", "sharp"]
-"""Ways to sum over nodes: `plan.cost.network.all_reduces` has what each costs."""
+"""Ways to sum over nodes: `plan.cost.collectives.all_reduces` has what each costs."""
 _LAYERS = ("nodes_per_leaf", "nodes_per_pod", "oversubscription", "pod_oversubscription", "switch_ports")
 TOPOLOGY_KEYS: dict[TopologyKind, tuple[str, ...]] = {
     "fat-tree": _LAYERS,

@@ -184,8 +184,8 @@ def in_words(one: WithinAnswer) -> str:
         if one.beyond
         else "More such devices are no faster, with this batch: a larger global batch gives them work."
     )
-    took, devices = seconds(one.fastest.run.time_s.mid), one.fastest.devices
-    return f"{one.named}: not within {limit} with {one.devices} devices; the fastest is {took} on {devices}. {more}"
+    there, fastest = counted(one.devices, "device"), seconds(one.fastest.run.time_s.mid)
+    return f"{one.named}: not within {limit} with {there}; the fastest is {fastest} on {one.fastest.devices}. {more}"
 
 
 MOST_SIZES = 10

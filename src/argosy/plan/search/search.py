@@ -316,8 +316,9 @@ def why_nothing_fits(costs: CostModel, found: SearchResult) -> str:
     """Explain by how much the leanest plan is too large; `found` is empty."""
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
+    plans = f"{found.looked_at:,} plan{'s' * (found.looked_at != 1)}"
     return (
-        f'nothing fits: of {found.looked_at:,} plans the leanest, "{found.leanest}", needs '
+        f'nothing fits: of {plans} the leanest, "{found.leanest}", needs '
         f"{missing.needs_bytes / GIB:.1f} GiB {missing.where}, {missing.excess_bytes / GIB:.1f} GiB more than the "
         f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
         f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."

@@ -208,7 +208,7 @@ class Space:
         """Explain why there is no plan at all: the first rule that the plainest plan breaks, and a remedy."""
         devices = self.costs.devices
         fixed = ",".join(f"{key}={'|'.join(map(word_of, values))}" for key, values in self.pins.items())
-        where = f'--fix "{fixed}": ' if fixed else f"no plan for {devices} devices: "
+        where = f'--fix "{fixed}": ' if fixed else f"no plan for {counted(devices, 'device')}: "
         axes = {axis: min(self.pins[axis]) for axis in MESH_AXES if axis in self.pins}
         product = math.prod(axes.values())
         if devices % product:
@@ -221,16 +221,17 @@ class Space:
             )
         plainest = self._plainest(devices // product)
         if plainest is None:
-            return f"{where}this is a plan for {product} devices, and the cluster has {devices}. Leave an axis open."
+            said = counted(product, "device")
+            return f"{where}this is a plan for {said}, and the cluster has {devices}. Leave an axis open."
         batch = self.run.train.global_batch
         problem = first_problem(plainest, self.run) or (
-            f"train.global_batch = {batch} cannot be dealt out over {devices} devices by any plan."
+            f"train.global_batch = {batch} cannot be dealt out over {counted(devices, 'device')} by any plan."
         )
         plans = [f'"{other}"' for other in nearest(plainest, self.run) if self._keeps(other)]
         fewer = self._fewer()
         remedies = [
             *([f"Plans that would do: {', '.join(plans)}."] if plans else []),
-            *([f"With {fewer} devices there are plans."] if fewer else []),
+            *([f"With {counted(fewer, 'device')} there are plans."] if fewer else []),
         ]
         return " ".join([where + problem, *remedies])
 
