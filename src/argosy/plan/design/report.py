@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.errors import counted
 from argosy.plan.cost.estimate import count, percent, seconds
 from argosy.plan.design import charts
 from argosy.plan.design.bottlenecks import (
@@ -280,13 +281,12 @@ def _binding(report: DesignReport) -> dict[str, list[str]]:
 
 def in_words(report: DesignReport, top: int = 10) -> str:
     points, trained = report.points, report.trained
-    lines = [
-        f"{report.space.name}: {len(points):,} devices from {points.base.name} on, in {report.took_s:.1f} s",
-    ]
+    many = f"{len(points):,} device{'s' * (len(points) != 1)}"
+    lines = [f"{report.space.name}: {many} from {points.base.name} on, in {report.took_s:.1f} s"]
     if trained is not None:
         lines.append(
-            f"plans: the best of {len(trained.plans)} from searches for {trained.searched} devices; others lost up to "
-            f"{percent(trained.regret)} of a step against a search of their own"
+            f"plans: the best of {len(trained.plans)} from searches for {counted(trained.searched, 'device')}; others "
+            f"lost up to {percent(trained.regret)} of a step against a search of their own"
         )
     for work, rows in report.fronts.items():
         lines += ["", f"{work}: {len(rows)} that no other beats in time, money and energy at once"]
