@@ -59,9 +59,9 @@ def test_it_says_what_binds_and_that_nobody_has_run_it(space: Path, capsys: pyte
     ("old", "new", "message"),
     [
         ('"HBM3", "HBM4"', '"HBM9"', r"mine.toml:6: device.memory: 'HBM9' is not known"),
-        ('"llama3-8b"', '"llama9"', r"no models? preset is called 'llama9'"),
-        ("llama3-8b", "llama3.1-405b", r"mine\.toml: train\.devices = 8: llama3\.1-405b fits on no device"),
-        ("seq_len = 8192", "seq_len = 900000", r"\[train\] train\.seq_len 900000 is more than"),
+        ('"llama3-8b"', '"llama9"', r"mine\.toml:\d+: train\.model = \"llama9\": no model preset is called"),
+        ("llama3-8b", "llama3.1-405b", r"mine\.toml:\d+: train\.devices = 8: llama3\.1-405b fits on no device"),
+        ("seq_len = 8192", "seq_len = 900000", r"mine\.toml:\d+: train\.seq_len 900000 is more than"),
     ],
 )
 def test_what_makes_no_sense_is_one_message(

@@ -44,6 +44,8 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy design", Options)
     if options.top < 1:
         raise UserError(f"--top {options.top}: must be at least 1.")
+    from argosy.config.layers import place_in
+    from argosy.config.section import key_of
     from argosy.plan.design.report import as_csv, as_record, design_report, in_words, pictures
     from argosy.plan.design.space import DesignSpace
 
@@ -51,8 +53,9 @@ def main(argv: list[str]) -> None:
     try:
         with told_if_long("argosy design: sweeping devices"):
             report = design_report(space)
-    except UserError as error:
-        raise UserError(f"{options.space}: {error}") from None
+    except UserError as error:  # which begins with a key of the file
+        key = key_of(str(error).partition(" ")[0])
+        raise UserError(f"{place_in(options.space, key)}{error}") from None
     if options.csv is not None:
         write_text(options.csv, as_csv(report))
     if options.plots is not None:

@@ -100,6 +100,11 @@ class Source:
         return KeyPlace(f"{self.name}: ")
 
 
+def place_in(path: Path, key: Key) -> str:
+    """Return the place of a key in a file, as errors begin with it. Raises: UserError if the file cannot be read."""
+    return Source(str(path), read_toml(path)[1]).place(key).text
+
+
 @dataclass(frozen=True)
 class Setting:
     """One value and its origin."""

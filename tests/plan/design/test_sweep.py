@@ -72,6 +72,37 @@ def test_a_device_s_file_is_a_base_and_one_of_a_pair(load: Load, tmp_path: Path)
     assert [each.whole for each in speedups(filed)] == approx([each.whole for each in speedups(named)])
 
 
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (
+            "tpot_ms = 0.01",
+            r"serve\.tpot_ms = 0\.01: no device of the space keeps it\. Nearest is [1-9]\.?\d* ms with mem",
+        ),
+        (
+            "tpot_ms = 1e4\nttft_ms = 0.1",
+            r"serve\.ttft_ms = 0\.1: .* Nearest is [\d.]+ ms with memory_bytes_per_s 8e\+12",
+        ),
+        (
+            "output = 90_000",
+            r"serve\.prompt and serve\.output: 92048 tokens together are more than the model's longest",
+        ),
+    ],
+)
+def test_a_service_that_no_device_gives_names_the_nearest(load: Load, limit: str, message: str) -> None:
+    space = load(SERVE + limit, memory_bytes_per_s="[2e12, 8e12]")
+    assert space.serve is not None
+    with pytest.raises(UserError, match=message):
+        ServingSweep(space.serve, Points.of(space), 1.2).swept()
+
+
+def test_requests_that_fit_on_no_device_are_refused(load: Load) -> None:
+    space = load(SERVE.replace("[1, 16]", "[100_000]"))
+    assert space.serve is not None
+    with pytest.raises(UserError, match=r"serve\.sequences = \[100000\]: llama3-8b .* fits on no device"):
+        ServingSweep(space.serve, Points.of(space), 1.2).swept()
+
+
 def test_a_model_that_fits_nowhere_is_refused(load: Load) -> None:
     space = load(TRAIN.replace("llama3-8b", "llama3.1-405b").replace("= 64", "= 8"))
     assert space.train is not None

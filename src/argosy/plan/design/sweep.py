@@ -105,13 +105,25 @@ def drawn_w(points: Points, pue: float) -> Floats:
     return np.asarray(points.power_w * ratio * float(DRAW.mid) * pue)
 
 
+KEYS = {
+    "--model.preset": "model",
+    "--seq-len": "seq_len",
+    "--global-batch": "global_batch",
+    "--prompt-len": "prompt",
+    "--output-len": "output",
+}
+"""Option of `argosy plan` -> key of the tables of work."""
+
+
 def _request(table: str, model: str, cluster: Cluster, asked: Question) -> tuple[CostModel, Any]:
     """Return the cost model of a model on the base device, and the request. Raises: UserError by the file's keys."""
     try:
         request = of_model(model, cluster, asked)
     except UserError as error:
-        text = str(error).replace("--seq-len", f"{table}.seq_len").replace("--global-batch", f"{table}.global_batch")
-        raise UserError(f"[{table}] {text}") from None
+        text = str(error)
+        for option, key in KEYS.items():
+            text = text.replace(option, f"{table}.{key}")
+        raise UserError(text if text.startswith(f"{table}.") else f"[{table}] {text}") from None
     return CostModel.of(request.run, request.cluster), request
 
 
@@ -305,6 +317,7 @@ class ServingSweep:
         return ServingModel(self.costs.workload, rates, ReplicaCut(tp), formats, constants, options=options)
 
     def swept(self) -> Served:
+        """Return the best way to serve on each device. Raises: UserError if the work fits none within its limits."""
         points, asked, n = self.points, self.asked, len(self.points)
         score, way = np.full(n, -np.inf), np.full(n, -1)
         kept = np.full((3, n), np.nan)
@@ -323,6 +336,8 @@ class ServingSweep:
                 way[rows] = np.where(better, place, way[rows])
                 for column, new in zip(kept, (ttft_s, tpot_s, each), strict=True):
                     column[rows] = np.where(better, new, column[rows])
+        if (way < 0).all():
+            raise UserError(self._nothing_serves())
         hours = 1e6 / kept[2] / 3600
         return Served(
             ttft_s=kept[0],
@@ -332,6 +347,27 @@ class ServingSweep:
             kwh_per_million=hours * drawn_w(points, self.pue) / 1000,
             way=way,
             ways=self.ways,
+        )
+
+    def _nothing_serves(self) -> str:
+        """Say what comes nearest to the limits of a service that no device keeps."""
+        asked = self.asked
+        limits = {key: value for key in ("tpot_ms", "ttft_ms") if (value := getattr(asked, key)) is not None}
+        if not limits:
+            return (
+                f"serve.sequences = {list(asked.sequences)}: {asked.model} with so many requests fits on no device of "
+                f"the space with serve.tp = {self.tps}. Give more tp, narrower weights, or more memory."
+            )
+        free = asked.model_copy(update={"tpot_ms": None, "ttft_ms": None, "objective": "latency"})
+        found = ServingSweep(free, self.points, self.pue).swept()
+        reached = {"tpot_ms": found.tpot_s * 1e3, "ttft_ms": found.ttft_s * 1e3}
+        row = int(np.nanargmin(np.max([reached[key] / limit for key, limit in limits.items()], axis=0)))
+        key, limit = max(limits.items(), key=lambda item: float(reached[item[0]][row]) / item[1])
+        figures = self.points.values(row).items()
+        device = ", ".join(f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in figures)
+        return (
+            f"serve.{key} = {limit:g}: no device of the space keeps it. Nearest is {reached[key][row]:.3g} ms"
+            f"{f' with {device}' if device else ''}. Raise the limit, or give more tp, fewer sequences, faster memory."
         )
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from argosy.config.layers import Source
-from argosy.config.lines import read_toml
+from argosy.config.layers import place_in
 from argosy.config.load import build_file
 from argosy.config.section import Section, count_of, dotted, seconds_of
 
@@ -135,4 +134,4 @@ def _check_order(jobs: Sequence[JobSpec]) -> None:
 
 def named_in(path: Path, *key: str | int) -> str:
     """Return a key of a file of jobs as an error names it, with its line."""
-    return Source(str(path), read_toml(path)[1]).place(key).text + dotted(key)
+    return place_in(path, key) + dotted(key)
