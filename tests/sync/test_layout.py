@@ -76,3 +76,11 @@ def test_a_file_that_says_anything_else_is_refused(tmp_path: Path, text: str) ->
 def test_what_an_older_version_left_is_read(tmp_path: Path) -> None:
     (tmp_path / "about.json").write_text('{"tokens": 8, "skipped": [[0, 4]], "needs_round": 2}')
     assert read_record(tmp_path / "about.json", LeftChange).skipped == [(0, 4)]
+
+
+def test_the_local_steps_of_an_item_have_its_samples_in_order() -> None:
+    layout = ServerLayout(asynchronous(servers=("a:1",), local_steps=3))
+    steps = [layout.samples_of_step(2, number) for number in range(3)]
+    ((first, end),) = layout.samples(2)
+    assert [begin for begin, _ in steps] == [first, steps[0][1], steps[1][1]]
+    assert steps[-1][1] == end

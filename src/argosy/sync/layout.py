@@ -269,6 +269,11 @@ class ServerLayout:
         """Return the run's samples of an item."""
         return [(item * self.item_samples, (item + 1) * self.item_samples)]
 
+    def samples_of_step(self, item: int, number: int) -> Range:
+        """Return the run's samples of one of the local steps that an update is made from."""
+        first = item * self.item_samples + number * self.run.train.global_batch
+        return first, first + self.run.train.global_batch
+
     @cached_property
     def wire(self) -> WireFormat:
         return WireFormat(self.run.sync.wire)

@@ -174,15 +174,14 @@ class Servers(Agreement):
         if done is None:
             return False
         run, layout = self._parts.run, self._layout
-        steps, batch = layout.local_steps, run.train.global_batch
+        steps = layout.local_steps
         for number, (update, (took, communication)) in enumerate(zip(self._updates, self._laps, strict=True)):
             step = layout.step_of(done["update"]) + number
             rate = update.learning_rate if steps > 1 else done["rate"]
-            first = done["item"] * layout.item_samples + number * batch
             record = self._records.step(
                 replace(update, step=step, learning_rate=rate),
                 (step + 1) * run.tokens_per_step,
-                {"sample_ranges": [[first, first + batch]]},
+                {"sample_ranges": [list(layout.samples_of_step(done["item"], number))]},
                 took,
                 communication,
                 more={"sites": done["push"]} if number == steps - 1 else {},

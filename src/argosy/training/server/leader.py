@@ -280,10 +280,9 @@ class Leader:
         """Write a line for each step of an update, which take its time in equal parts."""
         run, layout, now = self._run, self._layout, time.monotonic()
         step_s, self._updated_s = (now - self._updated_s) / layout.local_steps, now
-        first, batch = layout.step_of(update.update), run.train.global_batch
+        first = layout.step_of(update.update)
         of_update = {"site": update.site, "staleness_steps": update.staleness, "participants": sorted(self._sessions)}
         for number, (loss, norm) in enumerate(zip(message.losses, message.norms, strict=True)):
-            sample = update.item * layout.item_samples + number * batch
             is_local, is_last = layout.local_steps > 1, number == layout.local_steps - 1
             record: dict[str, Any] = {
                 "step": first + number,
@@ -292,7 +291,7 @@ class Leader:
                 "loss": loss,
                 "grad_norm": norm,
                 "lr": self._learning_rate(layout.step_of(update.version) + number) if is_local else rate,
-                "sample_ranges": [[sample, sample + batch]],
+                "sample_ranges": [list(layout.samples_of_step(update.item, number))],
                 "step_time_s": round(step_s, 6),
                 "tokens_per_s": round(run.tokens_per_step / step_s, 1) if step_s else 0.0,
                 "memory_bytes": peak_memory_bytes(torch.device("cpu")),
