@@ -103,6 +103,13 @@ def test_requests_that_fit_on_no_device_are_refused(load: Load) -> None:
         ServingSweep(space.serve, Points.of(space), 1.2).swept()
 
 
+def test_weights_that_memory_does_not_hold_serve_no_single_request(load: Load) -> None:
+    space = load(SERVE.replace("llama3-8b", "llama3.1-405b").replace("[1, 16]", "[1]"))
+    assert space.serve is not None
+    with pytest.raises(UserError, match=r"serve\.sequences = \[1\]: llama3\.1-405b .* fits on no device"):
+        ServingSweep(space.serve, Points.of(space), 1.2).swept()
+
+
 def test_a_model_that_fits_nowhere_is_refused(load: Load) -> None:
     space = load(TRAIN.replace("llama3-8b", "llama3.1-405b").replace("= 64", "= 8"))
     assert space.train is not None

@@ -378,7 +378,7 @@ def served(
     at a time: memory and node (devices that the fast link joins) hold them, and the limits are kept."""
     load = ServingLoad(float(sequences), asked.prompt, asked.output)
     found = model.latencies(load)
-    ok = (sequences <= found.room) & (tp <= node)
+    ok = (sequences <= model.room(asked.prompt + asked.output / 2)) & (tp <= node)
     ok &= found.tpot_s * 1e3 <= (asked.tpot_ms or np.inf)
     ok &= found.ttft_s * 1e3 <= (asked.ttft_ms or np.inf)
     return found, found.reached(load) / tp, ok
