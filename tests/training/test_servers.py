@@ -61,8 +61,17 @@ def test_one_worker_is_plain_training_bit_for_bit(corpus, tmp_path, servers):
     assert {line["staleness"] for line in lines(tmp_path / "async")} == {0}
 
 
-def test_workers_that_take_turns_give_the_bits_of_plain_training(corpus, tmp_path):
-    run = asynchronous(corpus, sync={"max_staleness": 0})
+def test_workers_that_take_turns_give_the_bits_of_plain_training(corpus, tmp_path, monkeypatch):
+    run, both, next_task = asynchronous(corpus, sync={"max_staleness": 0}), threading.Barrier(2), Client.next_task
+    asked: set[Client] = set()
+
+    def together_at_first(client):  # on a busy machine one could make all updates before the other has come
+        if client not in asked:
+            asked.add(client)
+            both.wait()
+        return next_task(client)
+
+    monkeypatch.setattr(Client, "next_task", together_at_first)
     with serving(run, tmp_path / "async"):
         together(*(partial(work, run, tmp_path / "async", site) for site in "AB"))
     plain = run.model_copy(update={"plan": "microbatch=4", "sites": ()})
