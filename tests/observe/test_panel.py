@@ -49,6 +49,12 @@ def test_it_says_where_the_run_is():
         assert part in shown, shown
 
 
+@pytest.mark.parametrize(("step_s", "said"), [(0.384, "0.38 s a step (plan"), (31.04, "31.0 s a step (plan")])
+def test_the_predicted_step_stands_whole_beside_the_chart(step_s, said):
+    shown = text(RunView(**{**vars(VIEW), "record": {**RECORD, "step_time_s": step_s}}), columns=80, rows=40)
+    assert f"{said} 0.39 s)" in shown, shown
+
+
 def test_measured_and_predicted_parts_are_drawn_on_one_scale():
     time, plan = (line for line in text(VIEW).splitlines() if line.split()[:1] in (["time"], ["plan"]))
     assert time.count("█") / plan.count("█") == pytest.approx(0.402 / 0.393, rel=0.03)

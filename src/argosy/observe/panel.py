@@ -180,7 +180,7 @@ PART_STYLES = {
 LOSS_STYLE, VALIDATION_STYLE, DOING_STYLE = "cyan", "yellow", "yellow"
 LABEL_COLUMNS = 9
 """Columns of the names at the left."""
-FIGURES = 28
+FIGURES = 31
 """Columns of the figures at the right of the chart."""
 NAMED_IF_SLOWER = 1.1
 """A rank is named if its own work takes so many times the median."""
