@@ -34,6 +34,7 @@ def test_rows_that_have_more_in_common_are_expected_to_err_more_alike(planner):
     assert expected[3] == 0
 
 
+@pytest.mark.slow
 def test_an_outlier_among_many_hardly_counts(planner):
     kinship, row = planner
     errors = np.array([0.1] * 6 + [2.0, 0.0])

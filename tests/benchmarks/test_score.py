@@ -47,6 +47,7 @@ def refused(path: Path) -> str:
     return err.getvalue()
 
 
+@pytest.mark.slow
 def test_rows_of_a_new_publisher_are_scored(tmp_path):
     unknown = {**rows(1)[0], "id": "no-layers", "layers": ""}
     done = score(written(tmp_path / "new.csv", [*rows(), unknown]), "--json")

@@ -64,7 +64,8 @@ def test_uneven_shares_are_compressed_as_even_ones(workers, corpus, tmp_path, wo
     assert uneven != even
 
 
-@pytest.mark.parametrize("word", ["bf16", pytest.param("powersgd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["bf16", "powersgd"])
 def test_zero_3_sums_over_replicas_what_zero_2_sums(workers, corpus, tmp_path, word):
     two, three = (
         workers.run(4, trained, corpus, tmp_path / f"{zero}", f"dp_replicate=2,dp_shard=2,zero={zero},sync={word}")[0]

@@ -77,6 +77,7 @@ def test_own_loss_optimizer_and_text_survive_a_killed_rank_bit_for_bit(folder):
     assert "the same, bit for bit" in again
 
 
+@pytest.mark.slow
 def test_code_that_raises_or_does_not_repeat_itself_is_told_and_the_run_goes_on(folder):
     (folder.path / "mine.py").write_text(
         f"{HEAD}import torch\n@extend.loss('noisy', deterministic=False)\ndef f(logits, targets):\n"
@@ -142,6 +143,7 @@ def test_an_unknown_package_is_refused(folder, refused):
     )
 
 
+@pytest.mark.slow
 def test_a_file_that_fails_to_import_ends_the_run_with_its_line(folder):
     (folder.path / "mine.py").write_text(f"{HEAD}import nothing_here\n@extend.metric('a')\ndef f(run): return 1\n")
     said = folder.argosy("train", write_run(folder, "mine.py", processes=1), code=2)

@@ -68,7 +68,8 @@ def test_what_servers_cannot_use_is_refused_and_nothing_is_started(
     refused("launch", "run.toml", said=(said,))
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
 def test_servers_and_workers_are_launched_followed_stopped_and_launched_again(
     folder: Folder, ended: None, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:

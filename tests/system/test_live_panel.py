@@ -95,6 +95,7 @@ def test_no_panel_in_a_terminal_that_cannot_show_one(folder, in_terminal):
     assert terminal.process.wait(PATIENT_S) == 0
 
 
+@pytest.mark.slow
 def test_the_report_stands_below_the_last_step(folder, in_terminal):
     folder.write_run(steps=4, processes=1)
     terminal = in_terminal("train", "run.toml")

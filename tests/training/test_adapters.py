@@ -228,7 +228,8 @@ def test_latent_attention_and_further_tokens_drop_what_one_process_drops(workers
         assert said == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full"])
 def test_compiled_blocks_drop_the_same_and_are_whole(mode: RecomputeMode) -> None:
     run, found = run_config(Path("no data"), **sections("dropout")), []
     for is_compiled in (False, True):

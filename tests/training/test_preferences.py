@@ -165,6 +165,7 @@ def test_ten_steps_are_those_of_the_published_loss(workers: WorkerPool, objectiv
     check(workers.run(eager(plan).world_size, trained, plan, objective, {}), said)
 
 
+@pytest.mark.slow
 def test_experts_are_compared_on_all_ranks_as_on_one(workers: WorkerPool) -> None:
     check(workers.run(2, trained, "dp_shard=2,ep=2,zero=1", "dpo", EXPERTS), plain("dpo", has_experts=True))
 

@@ -298,6 +298,7 @@ def test_a_run_that_takes_long_to_open_holds_no_other_up(tmp_path: Path, monkeyp
         assert waiting.result(20).status == 200
 
 
+@pytest.mark.slow
 def test_a_hundred_runs_at_once_are_answered_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(100):
         Made(steps=20, ranks=1, save_every=20).write(tmp_path / f"run-{n:03}")
