@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from argosy.plan.layouts import Layouts
+from argosy.plan.layouts import Layouts, column_of
 from argosy.plan.plan import Plan
+from argosy.plan.search.space import crossed, table_of
 
 PLANS = [
     Plan(),
@@ -51,3 +54,15 @@ def test_the_fullest_rank_is_known_where_layers_are_said():
     assert Layouts.of(PLANS).most_layers.tolist() == [0, 0, 0, 0, 5, 0]
     v_shaped = Plan(pp=2, schedule="zbv", compile=False, layers="3:1:2:2")  # rank 0 has stages 0 and 3
     assert Layouts.of([v_shaped]).most_layers.tolist() == [5]
+
+
+def test_columns_of_one_value_stay_short_and_an_empty_table_is_empty() -> None:
+    pinned = {"zero": column_of("zero", [3])}
+    table = crossed(table_of(("tp",), [(1,), (2,)]), table_of(("cp",), [(1,), (4,)]), pinned)
+    assert [column.tolist() for column in table.values()] == [[1, 1, 2, 2], [1, 4, 1, 4], [3]]
+    assert {len(column) for column in crossed(table_of(("tp",), []), pinned).values()} == {0}
+    plans = replace(Layouts.of([Plan(tp=n) for n in (1, 2, 4)]), zero=pinned["zero"])
+    some, none = plans[plans.tp > 1], plans[plans.tp > 4]
+    assert (len(some), some.tp.tolist(), some.zero.tolist()) == (2, [2, 4], [3])
+    assert (len(none), none.zero.tolist()) == (0, [])
+    assert some.plan(1) == Plan(tp=4, zero=3)

@@ -70,9 +70,11 @@ class Layouts(Quantities[Ints]):
         return max(len(getattr(self, f.name)) for f in fields(self))
 
     def __getitem__(self, chosen: NDArray[Any] | slice) -> Layouts:
-        """Return the rows that a mask, an array of numbers or a slice chooses."""
-        n = len(self)
-        return Layouts(**{f.name: np.broadcast_to(getattr(self, f.name), n)[chosen] for f in fields(self)})
+        """Return the rows that a mask, an array of numbers or a slice chooses. A column of length 1 stays as short."""
+        columns, n = {f.name: getattr(self, f.name) for f in fields(self)}, len(self)
+        rows = {name: column[chosen] for name, column in columns.items() if len(column) == n}
+        some = slice(None if len(next(iter(rows.values()))) else 0)
+        return Layouts(**{name: rows[name] if name in rows else column[some] for name, column in columns.items()})
 
     def plan(self, row: int) -> Plan:
         n = len(self)

@@ -300,7 +300,7 @@ class CostModel:
     def with_buckets(self, plans: Layouts) -> Layouts:
         """Return the plans with the size of buckets that each waits least for (`plan.cost.step_time`)."""
         sizes = [
-            self.step_model(some).best_bucket_mb()
+            np.broadcast_to(self.step_model(some).best_bucket_mb(), len(some))
             for some in (plans[start : start + PLANS_AT_ONCE] for start in range(0, len(plans), PLANS_AT_ONCE))
         ]
         return replace(plans, bucket_mb=np.concatenate(sizes)) if sizes else plans

@@ -309,7 +309,7 @@ def features(plans: Layouts) -> Ints:
         plans.sum_inside > 1,
         plans.sum_between > 1,
     )
-    return np.sum([column.astype(np.int64) for column in used], axis=0)
+    return np.broadcast_to(sum(column.astype(np.int64) for column in used), len(plans))
 
 
 def why_nothing_fits(costs: CostModel, found: SearchResult) -> str:

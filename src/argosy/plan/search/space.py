@@ -190,7 +190,7 @@ class Space:
         turns = min(self._of("stages_per_rank", Plan().stages_per_rank))
         compiles = int(max(self._of("compile", True)))
         alone = (plans.schedule == schedule) & (plans.stages_per_rank == turns) & (plans.compile == compiles)
-        worth = (plans.pp > 1) | alone
+        worth = np.broadcast_to((plans.pp > 1) | alone, len(plans)).copy()
         if "schedule" not in self.pins:
             gpipe = plans.is_("schedule", "gpipe") & (plans.pp > 1)
             worth &= ~(gpipe & (plans.microbatches(batch) >= plans.pp))
@@ -275,12 +275,19 @@ def joined(tables: Sequence[Table]) -> Table:
 
 
 def crossed(*tables: Table) -> Table:
-    """Cross every row of the first table with every row of the next; later tables' columns replace earlier ones."""
+    """Cross every row of the first table with every row of the next; later tables' columns replace earlier ones.
+
+    A column of one value stays as short as that: most keys have one in most searches.
+    """
     whole = tables[0]
     for table in tables[1:]:
-        before, after = len(next(iter(whole.values()))), len(next(iter(table.values())))
-        kept = {key: np.repeat(column, after) for key, column in whole.items() if key not in table}
-        whole = kept | {key: np.tile(column, before) for key, column in table.items()}
+        before, after = (max(map(len, some.values())) for some in (whole, table))
+        is_short = 1 if before and after else -1
+        kept = {key: column for key, column in whole.items() if key not in table}
+        whole = {
+            **{key: c if len(c) == is_short else np.repeat(c, after) for key, c in kept.items()},
+            **{key: c if len(c) == is_short else np.tile(c, before) for key, c in table.items()},
+        }
     return whole
 
 
