@@ -104,6 +104,14 @@ def test_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:
         learn_from_file(path, CLUSTER, "vLLM")
 
 
+def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.csv: cannot be read: No such file or directory\. Name a file"):
+        learn_from_file(tmp_path / "none.csv", CLUSTER, "vLLM")
+    (tmp_path / "bytes.csv").write_bytes(b"model\xff")
+    with pytest.raises(UserError, match=r"bytes\.csv: cannot be read as CSV: .*Save it as UTF-8"):
+        learn_from_file(tmp_path / "bytes.csv", CLUSTER, "vLLM")
+
+
 def test_the_engine_has_to_be_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="say what was measured: --engine"):
         learn_from_file(written(tmp_path / "rows.csv", POPULATION), CLUSTER, "")

@@ -130,8 +130,10 @@ def _cells(path: Path) -> list[dict[str, str]]:
             table = csv.DictReader(file)
             missing = [name for name in MEASURED_COLUMNS if name not in (table.fieldnames or [])]
             rows = list(table)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"--learn {path}: cannot be read: {error}.") from None
+    except OSError as error:
+        raise UserError(f"--learn {path}: cannot be read: {error.strerror}. Name a file of measurements.") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"--learn {path}: cannot be read as CSV: {error}. Save it as UTF-8.") from None
     if missing:
         raise UserError(
             f"--learn {path}: line 1: no column {', '.join(missing)}. Needed are {','.join(MEASURED_COLUMNS)}."
