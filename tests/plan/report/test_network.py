@@ -20,7 +20,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.topology import Topology
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.report.network import network_report, rank_map
+from argosy.plan.report.network import network_report, rank_map, slurm_topology
 from argosy.plan.report.report import plan_report
 from argosy.plan.report.request import Question, of_model
 from argosy.plan.report.terminal import show
@@ -112,6 +112,13 @@ def test_the_command_writes_files_that_argosy_and_slurm_read(tmp_path, capsys):
     lines = slurm.read_text().splitlines()
     assert lines[0] == "SwitchName=leaf0 Nodes=node001,node002,node003,node004"
     assert lines[-1] == "SwitchName=spine Switches=pod0,pod1,pod2,pod3" and len(lines) == 32 + 4 + 1
+
+
+def test_each_site_has_its_own_switches_in_slurm_s_tree():
+    lines = slurm_topology(Cluster.parse(str(EXAMPLES / "two-sites.toml"))).splitlines()
+    assert lines[0].startswith("SwitchName=east-leaf0 Nodes=east01,") and lines[-2].startswith("SwitchName=west-spine ")
+    assert lines[-1] == "SwitchName=sites Switches=east-spine,west-spine"
+    assert not any("east" in line and "west" in line for line in lines[:-1])
 
 
 @pytest.mark.parametrize(

@@ -260,10 +260,10 @@ class Topology(Section):
             return self
         return self.model_copy(update={"dims": (*self.dims[:-1], self.dims[-1] * times)})
 
-    def slurm(self, names: tuple[str, ...], per_node: int) -> str:
-        """Return a topology.conf of SLURM's topology/tree for these machines, `per_node` to a node.
+    def slurm(self, names: tuple[str, ...], per_node: int, prefix: str = "") -> str:
+        """Return a topology.conf of SLURM's topology/tree for these machines, `per_node` to a node; the top is last.
 
-        Raises: ValueError where there is no tree.
+        prefix: of the switches' names. Raises: ValueError where there is no tree.
         """
         if self.is_torus or self.circuits:
             raise ValueError(f'kind = "{self.kind}" is no tree, which is what topology.conf describes')
@@ -282,10 +282,10 @@ class Topology(Section):
             each = size // size_below
             parts = [below[start : start + each] for start in range(0, len(below), each)]
             word = "Nodes" if size_below == 1 else "Switches"
-            lines += [f"SwitchName={unit}{place} {word}={','.join(part)}" for place, part in enumerate(parts)]
-            below, size_below = [f"{unit}{place}" for place in range(len(parts))], size
+            lines += [f"SwitchName={prefix}{unit}{place} {word}={','.join(part)}" for place, part in enumerate(parts)]
+            below, size_below = [f"{prefix}{unit}{place}" for place in range(len(parts))], size
         if len(below) > 1:
-            lines.append(f"SwitchName=spine Switches={','.join(below)}")
+            lines.append(f"SwitchName={prefix}spine Switches={','.join(below)}")
         return "\n".join([*(["# TopologyParam=Dragonfly in slurm.conf"] * (self.kind == "dragonfly")), *lines, ""])
 
 

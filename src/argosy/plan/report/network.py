@@ -191,11 +191,15 @@ def slurm_topology(cluster: Cluster) -> str:
     topology = with_names(cluster, "--slurm-topology")
     try:
         per_node = cluster.devices_per_node // cluster.devices_per_machine
-        return topology.slurm(tuple(hosts_of(topology.hosts)), per_node)
+        if len(cluster.sites) == 1:
+            return topology.slurm(tuple(hosts_of(topology.hosts)), per_node)
+        trees = [topology.slurm(cluster.hosts_at(site), per_node, f"{site}-") for site in cluster.sites]
     except ValueError as problem:
         raise UserError(
             f"--slurm-topology: topology.{problem}. Use --rank-map with --distribution=arbitrary."
         ) from None
+    tops = [tree.splitlines()[-1].split()[0].removeprefix("SwitchName=") for tree in trees]
+    return f"{''.join(trees)}SwitchName=sites Switches={','.join(tops)}\n"
 
 
 def with_names(cluster: Cluster, option: str) -> Topology:
