@@ -10,6 +10,7 @@ from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.launch.sites import checked, with_rounds
+from argosy.plan.search.auto import Devices, choose_plan
 from argosy.sync.layout import Sites, at_site
 
 CLUSTER = """
@@ -96,6 +97,13 @@ def test_a_site_s_plan_has_the_run_s_way_to_agree(tmp_path: Path, plan: str) -> 
     path.write_text(path.read_text() + f'plan = "{plan}"\n')
     run = load(path, {"site": "lyon"})
     assert checked(run).plan == "tp=2,sync=local"
+
+
+@pytest.mark.parametrize(("plan", "settled"), [("auto", "auto,sync=diloco"), ("tp=2", "tp=2,sync=diloco")])
+def test_a_plan_without_a_way_to_agree_has_the_usual_one(tmp_path: Path, plan: str, settled: str) -> None:
+    run = load(run_file(tmp_path, plan=plan), {"site": "lyon"})
+    assert checked(run).plan == settled
+    assert choose_plan(checked(run), Devices(2 if plan == "tp=2" else 1, "cpu", fast_bf16=False)).sync == "diloco"
 
 
 def test_sites_that_agree_in_another_way_are_another_run(tmp_path: Path) -> None:

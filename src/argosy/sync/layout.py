@@ -348,7 +348,7 @@ def kept_in(folder: Path) -> Path:
 def at_site(run: RunConfig) -> RunConfig:
     """Return the run with the batch of each site filled in, and its own site's batch and plan as the run's.
 
-    A site's plan that does not say how sites agree has the run's word.
+    A plan that does not say how sites agree has the run's word, or the usual one.
 
     What it returns stays as it is if this is called again. Raises: ValueError if the batch cannot be dealt out.
     """
@@ -362,10 +362,9 @@ def at_site(run: RunConfig) -> RunConfig:
     if run.site:
         own_site = sites[[site.name for site in sites].index(run.site)]
         update["train"] = run.train.model_copy(update={"global_batch": own_site.batch})
-        if own_site.plan:
-            way = way_of_sites(run.plan)
-            plan = with_sync(own_site.plan, way)
-            update["plan"] = plan if "sync" in words_of(plan) else f"{plan},sync={way}"
+        way = way_of_sites(run.plan)
+        plan = with_sync(own_site.plan or run.plan, way)
+        update["plan"] = plan if "sync" in words_of(plan) else f"{plan},sync={way}"
         if own_site.processes:
             update["launch"] = run.launch.model_copy(update={"processes": own_site.processes})
     return run.model_copy(update=update)
