@@ -11,6 +11,8 @@ import yaml
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import RunJob
 from argosy.engines.jobset import ClusterPlace, access, belongings, in_yaml, jobset
+from argosy.engines.kubernetes import Kubernetes
+from argosy.errors import UserError
 from published_models import check
 
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: pip install 'argosy[dev]'")
@@ -45,6 +47,12 @@ def test_kueue_is_told_the_queue_on_the_jobset_alone():
     check(made)
     assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
     assert "research" not in str(made["spec"]) + str(belongings(asked, PLACE, "s" * 32, "uid"))
+
+
+@pytest.mark.parametrize("option", ["partition", "namespace"])
+def test_a_name_that_kubernetes_does_not_take_is_refused(option):
+    with pytest.raises(UserError, match=f"--{option} a b: no name that Kubernetes takes"):
+        Kubernetes().check(request(**{option: "a b"}))
 
 
 def test_a_key_that_kubernetes_does_not_know_is_found():

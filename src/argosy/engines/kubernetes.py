@@ -39,6 +39,8 @@ NAME_CHARS = 30
 """Letters of the run's name in the names of its objects, which may have 63 with what JobSet adds."""
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 """A DNS label (RFC 1123), as Kubernetes takes it for a JobSet and a namespace."""
+QUEUE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+"""The name of a LocalQueue of Kueue, which stands in a label."""
 MADE_AT_LAUNCH = "made when the run is launched"
 STEP_IN_LOG = re.compile(rb"\bstep\s+(\d+)/")
 TAIL_LINES = 200
@@ -64,7 +66,7 @@ class Kubernetes(Engine):
     )
 
     def check(self, job: RunJob) -> None:
-        """Raises: UserError if the image or the volume is missing."""
+        """Raises: UserError if the image or the volume is missing, or a name is none that Kubernetes takes."""
         super().check(job)
         if not job.image:
             raise UserError(
@@ -76,6 +78,11 @@ class Kubernetes(Engine):
                 "--on kubernetes: no volume is given. Name a PersistentVolumeClaim that all pods can write to, for the "
                 "data and the run's folder: --volume CLAIM."
             )
+        for option, name, form in ("namespace", job.namespace, DNS_LABEL), ("partition", job.partition, QUEUE_NAME):
+            if name and not form.fullmatch(name):
+                raise UserError(
+                    f"--{option} {name}: no name that Kubernetes takes. Give small letters, digits, dashes; at most 63."
+                )
         job.check_nodes()
 
     def check_job(self, job: LaunchedJob) -> None:

@@ -77,11 +77,11 @@ def test_a_device_s_file_is_a_base_and_one_of_a_pair(load: Load, tmp_path: Path)
     [
         (
             "tpot_ms = 0.01",
-            r"serve\.tpot_ms = 0\.01: no device of the space keeps it\. Nearest is [1-9]\.?\d* ms with mem",
+            r"serve\.tpot_ms = 0\.01: no device of the space keeps it\. The nearest found has [1-9]\.?\d* ms with mem",
         ),
         (
             "tpot_ms = 1e4\nttft_ms = 0.1",
-            r"serve\.ttft_ms = 0\.1: .* Nearest is [\d.]+ ms with memory_bytes_per_s 8e\+12",
+            r"serve\.ttft_ms = 0\.1: .* The nearest found has [\d.]+ ms with memory_bytes_per_s 8e\+12",
         ),
         (
             "output = 90_000",

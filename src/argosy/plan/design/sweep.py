@@ -366,8 +366,9 @@ class ServingSweep:
         figures = self.points.values(row).items()
         device = ", ".join(f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in figures)
         return (
-            f"serve.{key} = {limit:g}: no device of the space keeps it. Nearest is {reached[key][row]:.3g} ms"
-            f"{f' with {device}' if device else ''}. Raise the limit, or give more tp, fewer sequences, faster memory."
+            f"serve.{key} = {limit:g}: no device of the space keeps it. The nearest found has "
+            f"{reached[key][row]:.3g} ms{f' with {device}' if device else ''}. Raise the limit, or give more tp, fewer "
+            "sequences, faster memory."
         )
 
 
