@@ -172,6 +172,14 @@ def thin_rank(rows: int, cols: int, rank: int) -> int:
     return rank if LEAST_COMPRESSION * rank * (rows + cols) < rows * cols else 0
 
 
+SENT_TO_ALL = tuple(
+    word
+    for word, cost in COMPRESSOR_COSTS.items()
+    if cost.messages([Summand(False, (2, 2), 16)], 2, SyncConfig())[0][0] != "all_reduce"
+)
+"""Those that every replica restores and adds up by itself: no switch does it for them."""
+
+
 def is_summed_exactly(
     name: str, shape: tuple[int, ...], whole_on_tp: bool, at_both_ends: bool, sync: str, settings: SyncConfig
 ) -> bool:

@@ -49,6 +49,17 @@ def test_a_tree_without_oversubscription_is_the_flat_network():
             assert one(cost(b)) == pytest.approx(one(cost(a)))
 
 
+@pytest.mark.parametrize(("sync", "gains"), [("exact", True), ("bf16", True), ("int8", False), ("topk", False)])
+def test_switches_add_up_only_what_is_sent_as_a_sum(sync, gains):
+    plan = Layouts.of([Plan.parse(f"dp_replicate=256,zero=0,precision=bf16,sync={sync}")])
+    run = load("demo", {"model.preset": "llama3-8b", "train.global_batch": 256})
+    ring, sharp = (
+        one(CostModel.of(run, tree(1.0, algorithms=names)).step_model(plan).predict().gradients)
+        for names in (("ring",), ("ring", "sharp"))
+    )
+    assert sharp < ring if gains else sharp == ring > 0
+
+
 def test_the_network_over_nodes_changes_no_sum_inside_of_them():
     plan = Layouts.of([Plan.parse("pp=32,dp_replicate=8,zero=0,precision=bf16")])
     run = load("demo", {"model.preset": "llama3-8b"})

@@ -35,6 +35,7 @@ from argosy.plan.cost.network import HIDDEN_SHARE, group_of
 from argosy.plan.layouts import SCHEDULE_NAMES, Ints
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
+from argosy.plan.sync import SENT_TO_ALL
 from argosy.plan.workload import Numbers
 
 SIZES_MB = tuple(2**n for n in range(2, 9))
@@ -166,7 +167,7 @@ class StepModel(WaitModel):
             back, inside = (gather_s(parameters * updated, each) for each in (group, self.shard_group))
             both = gather_s(parameters * system.reduced_bytes, group) + back
             if group.algorithms:  # over nodes those of the network's, else a ring
-                summed = all_reduce_s(parameters * system.reduced_bytes, group)
+                summed = self._over_group_s(parameters * system.reduced_bytes, group)
                 both = np.where((plans.zero == 0) & group.crosses, summed, both)
             both = both * np.where(plans.zero == 0, self._share_sent(group.ranks), 1.0)
             back = np.where(plans.zero > 0, np.where(in_tiers, inside, back), 0.0)
@@ -211,8 +212,13 @@ class StepModel(WaitModel):
             seconds = seconds + np.where(tier > 1, 2 * gather_s(message, group), 0.0)
             message = np.asarray(message) / tier
         left, last = self._last_tier
-        across = all_reduce_s(message * self._share_sent(left), last)
+        across = self._over_group_s(message * self._share_sent(left), last)
         return seconds + np.where(left > 1, across, 0.0)
+
+    def _over_group_s(self, message: Numbers, group: Group) -> Numbers:
+        """Return the seconds in which the replicas of a group sum a message, as they agree."""
+        to_all = self.plans.is_("sync", *SENT_TO_ALL)
+        return np.where(to_all, 2 * gather_s(message, group), all_reduce_s(message, group))
 
     @cached_property
     def _inner_tiers(self) -> list[tuple[Numbers, Group]]:
