@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from argosy.errors import UserError
+from argosy.plan.cost.estimate import seconds
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report import terminal
 from argosy.watch.facts import RunFacts
@@ -46,7 +47,7 @@ def test_no_figure_and_no_plan_is_cut_where_lines_are_short(capsys, monkeypatch,
     monkeypatch.setattr(terminal, "PIPE_WIDTH", width)
     show(found, tmp_path)
     said = capsys.readouterr().out
-    assert "…" not in said and f"{float(found.options[0].step_s.mid):.2f} s" in said
+    assert "…" not in said and seconds(found.options[0].step_s.mid) in said
     assert {option.plan for option in found.options} <= set(said.split())
 
 
