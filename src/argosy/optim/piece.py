@@ -108,14 +108,14 @@ class Slot:
         return tensors
 
     def load(self, moments: dict[str, Tensor]) -> None:
-        """Restore moments; those that `moments` returned come back bit for bit."""
-        for name in self.names:
-            value = moments[name].to(self.piece.value.device, torch.float32)
-            if value.shape != self.piece.value.shape:
-                raise ValueError(
-                    f"{self.piece.name}: {name} is {list(value.shape)}, not {list(self.piece.value.shape)}"
-                )
-            self._keep(name, value.clone(), None)
+        """Restore moments, in place; those that `moments` returned come back bit for bit."""
+        for name, live in self.moments().items():
+            value = moments[name]
+            if value.shape != live.shape:
+                raise ValueError(f"{self.piece.name}: {name} is {list(value.shape)}, not {list(live.shape)}")
+            if value.data_ptr() != live.data_ptr():  # else filled already, as those of a checkpoint are
+                live.copy_(value)
+            self._keep(name, live, None)
 
     def gradient(self) -> Tensor:
         """Return the gradient, fp32 with the local shape. Raises: ValueError if the piece has none."""
