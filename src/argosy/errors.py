@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-def counted(count: int, what: str, plural: str = "s") -> str:
-    """Return "1 file", or "3 files"."""
-    return f"{count} {what}{'' if count == 1 else plural}"
+def counted(count: int, what: str, plural: str = "s", form: str = "") -> str:
+    """Return "1 file", or "3 files"; with the form "," also "1,000 files"."""
+    return f"{count:{form}} {what}{'' if count == 1 else plural}"
 
 
 def a_kind(value: object) -> str:

@@ -63,7 +63,7 @@ class AdoptedState(WireRecord):
     rounds: Annotated[Count, Field(ge=1)]
     """Rounds that it comes after."""
     chain: Chain
-    """Of the last of them."""
+    """Chain of the last of those rounds."""
 
 
 class RoundTraffic(WireRecord):

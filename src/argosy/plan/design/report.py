@@ -281,7 +281,7 @@ def _binding(report: DesignReport) -> dict[str, list[str]]:
 
 def in_words(report: DesignReport, top: int = 10) -> str:
     points, trained = report.points, report.trained
-    many = f"{len(points):,} device{'s' * (len(points) != 1)}"
+    many = counted(len(points), "device", form=",")
     lines = [f"{report.space.name}: {many} from {points.base.name} on, in {report.took_s:.1f} s"]
     if trained is not None:
         lines.append(

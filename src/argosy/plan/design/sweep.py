@@ -38,7 +38,7 @@ from argosy.plan.hardware.devices import Format
 from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.layouts import Layouts, column_of
 from argosy.plan.plan import Plan
-from argosy.plan.report.request import Question, of_model
+from argosy.plan.report.request import Question, in_keys, of_model
 from argosy.plan.search.candidates import WholeRunModel
 from argosy.plan.search.search import SearchResult, plainest, search
 
@@ -105,24 +105,12 @@ def drawn_w(points: Points, pue: float) -> Floats:
     return np.asarray(points.power_w * ratio * float(DRAW.mid) * pue)
 
 
-KEYS = {
-    "--model.preset": "model",
-    "--seq-len": "seq_len",
-    "--global-batch": "global_batch",
-    "--prompt-len": "prompt",
-    "--output-len": "output",
-}
-"""Option of `argosy plan` -> key of the tables of work."""
-
-
 def _request(table: str, model: str, cluster: Cluster, asked: Question) -> tuple[CostModel, Any]:
     """Return the cost model of a model on the base device, and the request. Raises: UserError by the file's keys."""
     try:
         request = of_model(model, cluster, asked)
     except UserError as error:
-        text = str(error)
-        for option, key in KEYS.items():
-            text = text.replace(option, f"{table}.{key}")
+        text = in_keys(str(error), f"{table}.")
         raise UserError(text if text.startswith(f"{table}.") else f"[{table}] {text}") from None
     return CostModel.of(request.run, request.cluster), request
 

@@ -18,6 +18,7 @@ from argosy.plan.cost.estimate import DAY, INTERVAL_Z, Estimate
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.jobs_file import ClusterSpec, JobsFile, JobSpec, named_in
 from argosy.plan.report.report import PlanRequest, describe
+from argosy.plan.report.request import in_keys
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.search.schedule import JobPlacement, JobSize, PlannedJob, Stint, again, schedule
@@ -149,7 +150,7 @@ def _choices(
         try:
             request, _, sizes = best_by_size(request_of(job, spec))
         except UserError as error:
-            problems.append(f"{spec.name}: {_in_keys(str(error))}")
+            problems.append(f"{spec.name}: {in_keys(str(error))}")
             continue
         most = job.most_devices or max(size.devices for size in sizes)
         node = places[spec.name].devices_per_node
@@ -178,13 +179,6 @@ def _of_size(job: JobSpec) -> str:
     if job.most_devices is None:
         return f"on {job.least_devices} or more"
     return f"on {job.least_devices} to {job.most_devices}"
-
-
-def _in_keys(text: str) -> str:
-    """Return a message of the planner with the file's keys in place of options."""
-    for option, key in (("--model.preset", "model"), ("--seq-len", "seq_len"), ("--global-batch", "global_batch")):
-        text = text.replace(option, key)
-    return text
 
 
 def _planned(job: JobSpec, choices: Mapping[str, JobChoices]) -> PlannedJob:

@@ -66,6 +66,23 @@ class Question:
         return {key: value for key, value in values.items() if value is not None}
 
 
+KEY_OF_OPTION = {
+    "--model.preset": "model",
+    "--seq-len": "seq_len",
+    "--global-batch": "global_batch",
+    "--prompt-len": "prompt",
+    "--output-len": "output",
+}
+"""Option of `argosy plan` -> key of a file that asks for the same work, of jobs or of designs."""
+
+
+def in_keys(text: str, prefix: str = "") -> str:
+    """Return a message of the planner with a file's keys, after `prefix`, in place of options."""
+    for option, key in KEY_OF_OPTION.items():
+        text = text.replace(option, prefix + key)
+    return text
+
+
 def of_model(model: str | ModelConfig, cluster: str | Cluster, asked: Question, name: str = "") -> PlanRequest:
     """Return the request about a model on a cluster.
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.memory_model import Footprint
 from argosy.plan.cost.step_time import StepTime
@@ -316,7 +316,7 @@ def why_nothing_fits(costs: CostModel, found: SearchResult) -> str:
     """Explain by how much the leanest plan is too large; `found` is empty."""
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
-    plans = f"{found.looked_at:,} plan{'s' * (found.looked_at != 1)}"
+    plans = counted(found.looked_at, "plan", form=",")
     return (
         f'nothing fits: of {plans} the leanest, "{found.leanest}", needs '
         f"{missing.needs_bytes / GIB:.1f} GiB {missing.where}, {missing.excess_bytes / GIB:.1f} GiB more than the "
