@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from argosy.config.model import ModelConfig
-from argosy.models.attention import Documents
-from argosy.models.decoder import Decoder
+from argosy.config.attention import MLAConfig
+from argosy.config.model import ModelConfig, MoEConfig
+from argosy.models.attention import Attention, Documents, LayerCache
+from argosy.models.decoder import Decoder, attention_of, cache_of, feed_forward_of
+from argosy.models.experts import MoE, moe_layers
 from argosy.models.initialize import materialize
+from argosy.models.layers import FeedForward
 from argosy.models.loss import chunk_loss_and_gradient
+from argosy.models.mla import LatentAttention
 from argosy.plan.parameters import Stage
 
 
@@ -22,6 +26,20 @@ def tokens(rows: int = 2, seq_len: int = 24, seed: int = 1) -> torch.Tensor:
 
 def test_it_is_built_without_memory(small):
     assert all(p.is_meta for p in Decoder(small).parameters())
+
+
+def test_the_config_says_which_attention_and_cache_a_block_has(small):
+    latent = ModelConfig(mla=MLAConfig(kv_rank=16))
+    assert type(attention_of(small)) is Attention and type(attention_of(latent)) is LatentAttention
+    assert type(cache_of(small, 0, 4)) is LayerCache
+
+
+def test_the_config_says_which_layers_have_experts(small):
+    config = ModelConfig(moe=MoEConfig(experts=4, first_dense_layers=1))
+    assert [type(feed_forward_of(config, i)) for i in range(3)] == [FeedForward, MoE, MoE]
+    assert type(feed_forward_of(small, 3)) is FeedForward
+    both = torch.nn.Sequential(feed_forward_of(config, 1), feed_forward_of(config, 0))
+    assert list(moe_layers(both)) == [both[0]]
 
 
 def test_loss_is_cross_entropy_of_the_logits(small, build):

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from argosy.config.attention import MLAConfig, RopeScaling
 from argosy.config.model import ModelConfig
-from argosy.models.attention import Attention, Documents, LayerCache
-from argosy.models.mla import LatentAttention, attention_of, cache_of
+from argosy.models.attention import Documents, LayerCache
+from argosy.models.mla import LatentAttention
 from argosy.models.rope import attention_scale, rotary_table, rotate
 from argosy.plan.layer_spec import layer_spec
 
@@ -104,7 +104,7 @@ def test_a_packed_document_attends_as_if_it_were_alone(rows):
 def test_a_cache_of_latents_read_in_pieces_gives_the_whole(pieces):
     config = config_of(q_rank=20)
     module, x = layer(config), inputs()
-    cache = cache_of(config, 0, TOKENS)
+    cache = LayerCache(TOKENS)
     parts, start = [], 0
     with torch.no_grad():
         for piece in x.split(pieces, 1):
@@ -112,7 +112,7 @@ def test_a_cache_of_latents_read_in_pieces_gives_the_whole(pieces):
             parts.append(module(piece, rotary(config, 2, start, end), ROW_EACH, cache))
             start = end
         torch.testing.assert_close(torch.cat(parts, 1), module(x, rotary(config), ROW_EACH), rtol=1e-4, atol=1e-5)
-    assert isinstance(cache, LayerCache) and cache.length == TOKENS
+    assert cache.length == TOKENS
     assert (cache.keys.shape, cache.values.shape) == ((2, TOKENS, 16), (2, TOKENS, 8))
 
 
@@ -124,12 +124,6 @@ def test_bf16_stays_close_and_leaves_gradients_in_fp32():
     torch.testing.assert_close(y.float(), module(x, rotary(config), ROW_EACH), rtol=0.1, atol=0.15)
     y.sum().backward()
     assert all(weight.grad.dtype == torch.float32 for weight in module.parameters())
-
-
-def test_the_config_says_which_attention_and_cache_a_block_has():
-    dense = ModelConfig(width=WIDTH)
-    assert type(attention_of(dense)) is Attention and type(attention_of(config_of())) is LatentAttention
-    assert type(cache_of(dense, 0, 4)) is LayerCache
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ from argosy.data.tokenizer import how_to_prepare
 from argosy.errors import UserError
 from argosy.inference.plans import plan_of_rows, plan_to_score, run_of_rows, run_to_score
 from argosy.inference.trained_model import SomeModel
-from argosy.models.decoder import Decoder
+from argosy.models.decoder import Cache, Decoder
 from argosy.models.generate import choose, sample_rows
-from argosy.models.mla import Cache
 from argosy.parallel.apply import lay_out
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
-from argosy.models.attention import Documents
+from argosy.models.attention import Attention, Documents, LayerCache
+from argosy.models.delta_net import DeltaCache, GatedDeltaNet
 from argosy.models.dropout import AdapterDropout, mask_keys_of_layer
-from argosy.models.experts import feed_forward_of
-from argosy.models.layers import Norm, embedding, linear, local, norm
+from argosy.models.experts import MoE
+from argosy.models.layers import FeedForward, Norm, embedding, linear, local, norm
 from argosy.models.loss import (
     ChunkLoss,
     IsLikeliest,
@@ -24,7 +25,7 @@ from argosy.models.loss import (
     summed_cross_entropy,
     with_misses,
 )
-from argosy.models.mla import Cache, attention_of, cache_of
+from argosy.models.mla import LatentAttention
 from argosy.models.mtp import PredictionModule, with_gradient_of
 from argosy.models.preference import (
     Answers,
@@ -37,11 +38,14 @@ from argosy.models.preference import (
 )
 from argosy.models.quantised_weight import QuantisationScheme
 from argosy.models.rope import place_table
+from argosy.models.user_code import activation_of
 from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
-from argosy.plan.parameters import Stage, Table, block_table, layers_on, parameter_table
+from argosy.plan.parameters import Stage, Table, block_table, dense_table, layers_on, parameter_table
 
 Places = RopeSpec | TemperatureSpec
+Cache = LayerCache | DeltaCache
+"""One layer's cache of the tokens read so far."""
 
 
 class _Rows(NamedTuple):
@@ -58,6 +62,28 @@ class _Rows(NamedTuple):
 
 
 # B batch, T tokens, D model width, V vocabulary
+
+
+def attention_of(config: ModelConfig, layer: int = 0) -> Attention | LatentAttention | GatedDeltaNet:
+    """Build the attention of block `layer`."""
+    if layer_spec(config, layer).delta_net is not None:
+        return GatedDeltaNet(config)
+    return LatentAttention(config) if config.mla.kv_rank else Attention(config, layer)
+
+
+def cache_of(config: ModelConfig, layer: int, max_seq_len: int) -> Cache:
+    """Build an empty cache for `attention_of(config, layer)`."""
+    spec = layer_spec(config, layer)
+    if spec.delta_net is not None:
+        return DeltaCache(max_seq_len)
+    return LayerCache(max_seq_len, 0 if config.mla.kv_rank else spec.window)
+
+
+def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
+    """Build the feed-forward of block `layer` (from 0)."""
+    if config.is_moe_layer(layer):
+        return MoE(config)
+    return FeedForward(dense_table(config, layer), activation_of(config), config.ffn_limit)
 
 
 class Block(nn.Module):

@@ -25,17 +25,10 @@ from argosy.models.layers import Activation, FeedForward, gated, held, linear, l
 from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight, multiply
 from argosy.models.router import Router, Routing
 from argosy.models.user_code import activation_of
-from argosy.plan.parameters import Table, dense_table, inside, moe_table
+from argosy.plan.parameters import Table, inside, moe_table
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
 # E experts, e of them on this rank, K experts of a token, P pairs of a token and one of its experts, sorted by expert
-
-
-def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
-    """Return the feed-forward of block `layer` (from 0)."""
-    if config.is_moe_layer(layer):
-        return MoE(config)
-    return FeedForward(dense_table(config, layer), activation_of(config), config.ffn_limit)
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:

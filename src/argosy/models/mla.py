@@ -11,34 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
-from argosy.models.attention import Attention, AttentionCore, Documents, LayerCache, cached_attention, packed_attention
-from argosy.models.delta_net import DeltaCache, GatedDeltaNet
+from argosy.models.attention import AttentionCore, Documents, LayerCache, cached_attention, packed_attention
 from argosy.models.layers import linear, rms_norm
 from argosy.models.rope import attention_scale, rotate
-from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import latent_attention_table
 
 # B batch, T tokens, S tokens in the cache, D model width, C kv_rank, H heads (those of this rank), R rotated width
 # E width of a query or key head (nope_width + R), V width of a value head
-
-
-def attention_of(config: ModelConfig, layer: int = 0) -> Attention | LatentAttention | GatedDeltaNet:
-    """Build the attention of block `layer`."""
-    if layer_spec(config, layer).delta_net is not None:
-        return GatedDeltaNet(config)
-    return LatentAttention(config) if config.mla.kv_rank else Attention(config, layer)
-
-
-def cache_of(config: ModelConfig, layer: int, max_seq_len: int) -> Cache:
-    """Build an empty cache for `attention_of(config, layer)`."""
-    spec = layer_spec(config, layer)
-    if spec.delta_net is not None:
-        return DeltaCache(max_seq_len)
-    return LayerCache(max_seq_len, 0 if config.mla.kv_rank else spec.window)
-
-
-Cache = LayerCache | DeltaCache
-"""One layer's cache of the tokens read so far."""
 
 
 class LatentAttention(nn.Module):
