@@ -40,6 +40,11 @@ class Microbatch:
     mask_keys_BT: Tensor | None = None
     """The numbers that `lora.dropout` draws from (`dropout.mask_keys`), of whole rows."""
 
+    def extras(self) -> dict[str, Tensor | Sequences]:
+        """Return what only some runs have, by the keywords of `Decoder.forward`."""
+        some = {"sequences": self.sequences, "further_BTn2": self.further_BTn2, "mask_keys_BT": self.mask_keys_BT}
+        return {name: value for name, value in some.items() if value is not None}
+
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
     """Cut rows (int32 [n, T+1]) into microbatches of `size` rows.

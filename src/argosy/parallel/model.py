@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.config.schema import RunConfig
+from argosy.faults import fault
 from argosy.models.decoder import Decoder
 from argosy.models.experts import MoE
 from argosy.models.microbatch import Microbatch
@@ -25,7 +26,7 @@ from argosy.parallel.data import FullySharded, GradientSum
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
 from argosy.parallel.pieces import LocalSquares, PlacedPiece, has_own_gradients, pieces_of, square_share
-from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
+from argosy.parallel.pipeline import Pipeline
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import FP8, Plan
 from argosy.plan.sync import is_summed_exactly
@@ -44,6 +45,53 @@ class GradientRule(Protocol):
     def before_backward(self, last: bool) -> None: ...
     def finish(self) -> None: ...
     def after_update(self) -> None: ...
+
+
+class Schedule(Protocol):
+    """The order in which a batch's microbatches run, forward and backward, through all parts of the model."""
+
+    microbatches_at_once: int
+    """Number of microbatches that `outputs` takes."""
+
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
+        """Add to the parameters' gradients those of `scale` times the summed loss; return that loss, or 0 if it is
+        computed elsewhere."""
+        ...
+
+    def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
+        """Return what the last stage gives for each microbatch, or nothing if it is elsewhere, without gradients."""
+        ...
+
+
+class Sequential:
+    """The pipeline of one stage: each microbatch runs forward and backward before the next."""
+
+    def __init__(self, model: Decoder, before_backward: Callable[[bool], None]):
+        """`before_backward(last)` is called before each microbatch, with True for the last one of the batch."""
+        self._model, self._before_backward = model, before_backward
+        self.microbatches_at_once = 1
+
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
+        total = torch.zeros((), device=self._model.device)
+        for micro in batch:
+            self._before_backward(micro is batch[-1])
+            with clock.time("forward"):
+                fault("forward")
+                loss = self._loss(micro)
+            with clock.time("backward"):
+                fault("backward")
+                (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
+        return [self._loss(micro) for micro in batch]
+
+    def _loss(self, micro: Microbatch) -> Tensor:
+        known = micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents
+        loss: Tensor = self._model(*known, **micro.extras())
+        return loss
 
 
 class ParallelModel:

@@ -1,9 +1,9 @@
-"""The order in which microbatches run: one after the other, or through a pipeline whose ranks hold parts."""
+"""Microbatches through a pipeline whose ranks hold parts of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,53 +21,6 @@ if TYPE_CHECKING:  # importing it loads the compiler, which a run without a pipe
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 # B batch, t tokens of this rank, D model width
-
-
-class Schedule(Protocol):
-    """The order in which a batch's microbatches run, forward and backward, through all parts of the model."""
-
-    microbatches_at_once: int
-    """Number of microbatches that `outputs` takes."""
-
-    def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
-        """Add to the parameters' gradients those of `scale` times the summed loss; return that loss, or 0 if it is
-        computed elsewhere."""
-        ...
-
-    def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
-        """Return what the last stage gives for each microbatch, or nothing if it is elsewhere, without gradients."""
-        ...
-
-
-class Sequential:
-    """The pipeline of one stage: each microbatch runs forward and backward before the next."""
-
-    def __init__(self, model: Decoder, before_backward: Callable[[bool], None]):
-        """`before_backward(last)` is called before each microbatch, with True for the last one of the batch."""
-        self._model, self._before_backward = model, before_backward
-        self.microbatches_at_once = 1
-
-    def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
-        total = torch.zeros((), device=self._model.device)
-        for micro in batch:
-            self._before_backward(micro is batch[-1])
-            with clock.time("forward"):
-                fault("forward")
-                loss = self._loss(micro)
-            with clock.time("backward"):
-                fault("backward")
-                (loss * scale).backward()
-            total += loss.detach()
-        return total
-
-    @torch.no_grad()
-    def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
-        return [self._loss(micro) for micro in batch]
-
-    def _loss(self, micro: Microbatch) -> Tensor:
-        rest = _keywords(micro)
-        loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents, **rest)
-        return loss
 
 
 class Pipeline:
@@ -121,8 +74,8 @@ class Pipeline:
 
     @torch.no_grad()
     def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
-        """See `Schedule`. The loop is our own, stage by stage: torch's `eval` fails where one rank holds neighbouring
-        stages (V schedules)."""
+        """See `parallel.model.Schedule`. The loop is our own, stage by stage: torch's `eval` fails where one rank holds
+        neighbouring stages (V schedules)."""
         pp, turns = self._group.size(), len(self._parts)
         # Where stages go round the ranks, fewer microbatches than ranks are under way: a send may wait for its
         # receiver, and with one more all ranks could wait for each other.
@@ -136,7 +89,7 @@ class Pipeline:
         for stage, part in sorted(self._parts.items()):
             for i, micro in enumerate(batch):
                 x = self._input(stage, i, micro, local)
-                y = part(x, micro.targets_BT, micro.positions_BT, micro.documents, **_keywords(micro))
+                y = part(x, micro.targets_BT, micro.positions_BT, micro.documents, **micro.extras())
                 if part.stage.last:
                     found.append(y)
                 elif stage + 1 in self._parts:
@@ -206,12 +159,6 @@ class Pipeline:
 
     def _loss(self, summed_loss: Tensor, _: Tensor) -> Tensor:
         return summed_loss * self._scale
-
-
-def _keywords(micro: Microbatch) -> dict[str, Tensor | Sequences]:
-    """Return what only some runs have of a microbatch, as a part of the model takes it."""
-    some = {"sequences": micro.sequences, "further_BTn2": micro.further_BTn2, "mask_keys_BT": micro.mask_keys_BT}
-    return {name: value for name, value in some.items() if value is not None}
 
 
 def _await_backward(part: Decoder, inputs: tuple[Tensor, ...], output: Tensor) -> None:
