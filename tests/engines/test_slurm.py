@@ -14,7 +14,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import ProgramJob, RunJob
 from argosy.engines.record import LaunchedJob
-from argosy.engines.slurm import Slurm, ask, directives, listed, meaning, output, with_slurm
+from argosy.engines.slurm import Slurm, ask, directives, listed, meaning, output, with_nodes_of_srun
 from argosy.errors import UserError
 
 REQUEST = RunJob(
@@ -181,7 +181,7 @@ def step(nodes: int, tasks: int | None = None) -> dict[str, str]:
 
 
 def launch(environment: dict[str, str], **given: object) -> LaunchConfig:
-    return with_slurm(RunConfig(launch=LaunchConfig(**given)), environment).launch  # type: ignore[arg-type]
+    return with_nodes_of_srun(RunConfig(launch=LaunchConfig(**given)), environment).launch  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NNODES": "4"}, step(1)])

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
 def _train(argv: list[str], forks: ForkServer | None) -> None:
     from argosy.cli.documents import DryRun, show_dry_run, write
     from argosy.cli.options import origin, parse_run
-    from argosy.engines.slurm import is_first_task, with_slurm
+    from argosy.engines.slurm import is_first_task, with_nodes_of_srun
     from argosy.plan.plan import is_asynchronous
     from argosy.sync.layout import is_server
 
@@ -78,7 +78,7 @@ def _train(argv: list[str], forks: ForkServer | None) -> None:
         from argosy.launch.local import would_train
 
         folder = (options.run_dir or Path("runs") / run.name).absolute()
-        run = with_slurm(run, os.environ)
+        run = with_nodes_of_srun(run, os.environ)
         show_dry_run(DryRun(tuple(would_train(run, folder, partial(origin, argv))), folder), options.json)
         return
     if "RANK" in os.environ:
@@ -99,7 +99,7 @@ def _train(argv: list[str], forks: ForkServer | None) -> None:
             forks.close()
         serve(run, options.run_dir, accept_changes=options.accept_changes)
         return
-    run = with_slurm(run, os.environ)
+    run = with_nodes_of_srun(run, os.environ)
     changes = options.accept_changes
     report = train(run, options.run_dir, accept_changes=changes, origin=partial(origin, argv), started=forks)
     if options.json:

@@ -323,7 +323,7 @@ def is_first_task(environment: Mapping[str, str]) -> bool:
     return not is_step(environment) or environment.get(TASK, "0") == "0"
 
 
-def with_slurm(run: RunConfig, environment: Mapping[str, str]) -> RunConfig:
+def with_nodes_of_srun(run: RunConfig, environment: Mapping[str, str]) -> RunConfig:
     """Return `run` with the nodes of the job step that this process is a task of, if it is one.
 
     launch.nodes becomes the step's number of nodes (if it is given, the others are spares), and launch.node SLURM's
