@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.accelerator import current_stream, is_accelerator, new_stream, on_stream
-from argosy.config.sync import SyncConfig
 
 # torch 2.13 gave them these names and deprecates the old; 2.11 and 2.12 have only the old.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -139,36 +138,10 @@ class Compressor(Protocol):
         ...
 
 
-def with_residual(flat: Tensor, bucket: BucketFacts, moment: SumTime) -> Tensor:
-    """Return in fp32 what is to be sent: the gradients and what earlier steps left out."""
-    whole = flat.float()
-    residual = bucket.memory.kept.get("residual")
-    return whole if residual is None else whole.add(residual, alpha=moment.scale)
-
-
-def keep_residual(left: Tensor, bucket: BucketFacts, moment: SumTime) -> None:
-    """Stage what was not sent, if the bucket has a residual."""
-    if "residual" in bucket.memory.kept:
-        bucket.memory.staged["residual"] = left.div_(moment.scale) if moment.scale != 1.0 else left
-
-
 def started(work: dist.Work | None) -> dist.Work:
     """Return the work of a message that was started with async_op=True, which always has one."""
     assert work is not None
     return work
-
-
-class WithResidual:
-    """Base of compressors that keep what they did not send: their settings, and a residual."""
-
-    def __init__(self, settings: SyncConfig):
-        self._settings = settings
-
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
-        """See `Compressor`: a residual of zeros, or nothing without error feedback."""
-        if not self._settings.error_feedback:
-            return BucketMemory()
-        return BucketMemory({"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)})
 
 
 class Exact:

@@ -49,14 +49,37 @@ from argosy.sync.compressor import (
     Segment,
     Sending,
     SumTime,
-    WithResidual,
     all_gather_single,
-    keep_residual,
     started,
-    with_residual,
 )
 
 # n ranks, C numbers of a piece (a multiple of the block), K blocks of a piece, W bytes of a piece as it travels
+
+
+def with_residual(flat: Tensor, bucket: BucketFacts, moment: SumTime) -> Tensor:
+    """Return in fp32 what is to be sent: the gradients and what earlier steps left out."""
+    whole = flat.float()
+    residual = bucket.memory.kept.get("residual")
+    return whole if residual is None else whole.add(residual, alpha=moment.scale)
+
+
+def keep_residual(left: Tensor, bucket: BucketFacts, moment: SumTime) -> None:
+    """Stage what was not sent, if the bucket has a residual."""
+    if "residual" in bucket.memory.kept:
+        bucket.memory.staged["residual"] = left.div_(moment.scale) if moment.scale != 1.0 else left
+
+
+class WithResidual:
+    """Base of compressors that keep what they did not send: their settings, and a residual."""
+
+    def __init__(self, settings: SyncConfig):
+        self._settings = settings
+
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
+        """See `Compressor`: a residual of zeros, or nothing without error feedback."""
+        if not self._settings.error_feedback:
+            return BucketMemory()
+        return BucketMemory({"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)})
 
 
 class Quantised(WithResidual):
