@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.processes.channel import ChannelClosed, Message
-from argosy.processes.child import ForkEntry, channel_to_parent
+from argosy.processes.child import ChannelClosed, ForkEntry, Message, channel_to_parent
 from argosy.processes.fork_server import ForkServer, Unanswered
 from waiting import wait_until
 

@@ -20,8 +20,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import Retryable
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, Message
-from argosy.processes.child import ForkEntry, channel_to_parent
+from argosy.processes.child import Channel, ForkEntry, Message, channel_to_parent
 from argosy.processes.fork_server import ForkServer
 from argosy.processes.secret import SECRET_VARIABLE, listen
 from argosy.resilience import node_health

@@ -10,7 +10,7 @@ import pytest
 
 from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import read_lines
-from argosy.processes.channel import ChannelClosed, Message
+from argosy.processes.child import ChannelClosed, Message
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion
 from argosy.supervise import migration

@@ -18,8 +18,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import FINAL_BIT
 from argosy.observe.events import Events, read_lines
-from argosy.processes.channel import Channel, ChannelClosed, Message
-from argosy.processes.child import ForkEntry
+from argosy.processes.child import Channel, ChannelClosed, ForkEntry, Message
 from argosy.supervise import messages as say
 from argosy.supervise import node_workers as module
 from argosy.supervise.node_workers import NodeWorkers

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from argosy.errors import FINAL_BIT, Poisoned, Retryable
-from argosy.processes.channel import Channel
+from argosy.processes.child import Channel
 from argosy.supervise.nodes import (
     HANDOVER_FILE,
     OLD_NAMES,

@@ -26,8 +26,7 @@ from argosy.checkpoint.writer import NewsSender, Upkeep
 from argosy.faults import fault
 from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
-from argosy.processes.channel import ChannelClosed
-from argosy.processes.child import Child, Patience
+from argosy.processes.child import ChannelClosed, Child, Patience
 
 HUNG_S = 300.0
 """A writer is given up once it has told of no progress, its own or of parts it waits for, for so long while it is

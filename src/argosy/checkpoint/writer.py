@@ -37,8 +37,7 @@ from argosy.checkpoint.rank_writer import RANKS_OF_A_HEAD, SaveOrder, commit_par
 from argosy.checkpoint.store import Checkpoint, step_folder
 from argosy.errors import STOP_SIGNALS
 from argosy.files import atomic_write
-from argosy.processes.channel import Channel, ChannelClosed
-from argosy.processes.child import channel_to_parent, messages
+from argosy.processes.child import Channel, ChannelClosed, channel_to_parent, messages
 
 FIRST_WRITER_S = 1.0
 """Shortest limit of the first writer's wait for the others."""

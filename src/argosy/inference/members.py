@@ -31,8 +31,7 @@ from argosy.launch.local_world import LocalWorld, failure_told
 from argosy.parallel.encoding import decode, encode, from_text, to_text
 from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, ChannelClosed, Message
-from argosy.processes.child import ForkEntry, channel_to_parent
+from argosy.processes.child import Channel, ChannelClosed, ForkEntry, Message, channel_to_parent
 from argosy.training.evaluation import Score
 from argosy.training.rows import TaskScores
 

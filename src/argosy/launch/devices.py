@@ -16,8 +16,7 @@ from argosy.observe.terminal import print_message
 from argosy.plan.hardware.local_machine import host_memory_bytes
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, processes_of
-from argosy.processes.channel import ChannelClosed
-from argosy.processes.child import ForkEntry, channel_to_parent
+from argosy.processes.child import ChannelClosed, ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer, Unanswered
 
 LAUNCH, PLANNED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED"

@@ -19,8 +19,7 @@ from typing import Any
 from argosy.errors import ArgosyError, Interrupted, RunFailed, signals_to
 from argosy.parallel.encoding import ErrorRecord, from_text, to_text
 from argosy.parallel.world import WorldSeat
-from argosy.processes.channel import Channel, ChannelClosed, Data, Message
-from argosy.processes.child import ForkEntry, Patience
+from argosy.processes.child import Channel, ChannelClosed, Data, ForkEntry, Message, Patience
 from argosy.processes.fork_server import ForkServer
 
 LINGER_S = 1.0

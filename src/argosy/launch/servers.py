@@ -24,8 +24,7 @@ from argosy.observe.events import Events
 from argosy.observe.report import Report
 from argosy.observe.screen import Progress
 from argosy.plan.plan import NO_WORKERS, Plan, is_asynchronous
-from argosy.processes.channel import Message
-from argosy.processes.child import Child
+from argosy.processes.child import Child, Message
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
 from argosy.sync.layout import RESTARTED, ServerLayout, group_folder, home_of, site_folder
 from argosy.sync.links import keys_of

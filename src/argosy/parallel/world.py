@@ -34,8 +34,7 @@ from argosy.accelerator import CPU, NCCL, backend_of, is_accelerator, nccl_part,
 from argosy.config.launch import LaunchConfig
 from argosy.faults import fault
 from argosy.parallel.encoding import FRAME_HEADER, MOST_FRAME_BYTES, ErrorRecord, WrongMessage, decode, encode
-from argosy.processes.channel import ChannelClosed
-from argosy.processes.child import channel_to_parent
+from argosy.processes.child import ChannelClosed, channel_to_parent
 from argosy.processes.connection import BACKLOG
 from argosy.processes.fork_server import STORE_HOST
 

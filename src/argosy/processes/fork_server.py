@@ -26,15 +26,17 @@ from dataclasses import astuple
 from typing import Any, NoReturn
 
 from argosy.errors import STOP_SIGNALS
-from argosy.processes.channel import Channel, ChannelClosed, Message
 from argosy.processes.child import (
     CHANNEL,
     PARENT,
     PARENT_S,
     STDERR,
     STOPPED_S,
+    Channel,
+    ChannelClosed,
     Child,
     ForkEntry,
+    Message,
     Patience,
     channel_to_parent,
 )

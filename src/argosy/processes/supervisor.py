@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from argosy.processes.channel import ChannelClosed, Message
-from argosy.processes.child import STOPPED_S, Child, Patience
+from argosy.processes.child import STOPPED_S, ChannelClosed, Child, Message, Patience
 
 KEEP_S = 0.5
 """Time between two looks at a child by a thread, in a process that has no loop for it."""

@@ -17,8 +17,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from argosy.processes.channel import ChannelClosed
-from argosy.processes.child import ForkEntry
+from argosy.processes.child import ChannelClosed, ForkEntry
 from argosy.processes.fork_server import ForkServer
 
 NODE_CHECK = ForkEntry("argosy.resilience.node_check")

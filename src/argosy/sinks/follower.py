@@ -22,8 +22,7 @@ from argosy.observe.events import Events
 from argosy.observe.terminal import print_message
 from argosy.plan.cost.exact_state import DTYPE_BYTES
 from argosy.plan.parameters import parameters
-from argosy.processes.channel import Message
-from argosy.processes.child import Child, channel_to_parent, end_with_parent
+from argosy.processes.child import Child, Message, channel_to_parent, end_with_parent
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
 from argosy.sinks.table import file_name_of, parts_of
 from argosy.sinks.worker import SINKS_FOLDER

@@ -22,8 +22,7 @@ from argosy.errors import ArgosyError
 from argosy.files import write_unsynced
 from argosy.observe.line_follower import LineFollower
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, ChannelClosed
-from argosy.processes.child import channel_to_parent, end_with_parent
+from argosy.processes.child import Channel, ChannelClosed, channel_to_parent, end_with_parent
 from argosy.sinks.sink import About, Record, Sink
 from argosy.sinks.table import entry_of, file_name_of
 

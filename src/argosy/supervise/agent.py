@@ -23,7 +23,7 @@ from argosy.observe.events import Events
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan, is_asynchronous
-from argosy.processes.channel import ChannelClosed
+from argosy.processes.child import ChannelClosed
 from argosy.processes.fork_server import ForkServer
 from argosy.processes.supervisor import RestartPolicy, Restarts, Supervisor
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest

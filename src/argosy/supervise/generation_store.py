@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from argosy.errors import RunFailed
-from argosy.processes.channel import Channel, ChannelClosed
-from argosy.processes.child import STOPPED_S, Patience
+from argosy.processes.child import STOPPED_S, Channel, ChannelClosed, Patience
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
 from argosy.processes.supervisor import RestartPolicy, Restarts
 

@@ -19,8 +19,7 @@ from typing import Any
 from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
-from argosy.processes.channel import ChannelClosed
-from argosy.processes.child import Child
+from argosy.processes.child import ChannelClosed, Child
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion
 from argosy.supervise.membership import Membership

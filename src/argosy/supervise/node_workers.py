@@ -23,8 +23,7 @@ from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path
 from argosy.observe.node_metrics import NodeMetrics
 from argosy.observe.screen import SCREEN
 from argosy.observe.terminal import print_message
-from argosy.processes.channel import ChannelClosed
-from argosy.processes.child import STOPPED, ForkEntry, process_state
+from argosy.processes.child import STOPPED, ChannelClosed, ForkEntry, process_state
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import JoiningWatch, Newcomer

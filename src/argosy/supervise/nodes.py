@@ -22,8 +22,7 @@ from argosy.checkpoint.fence import OLD_NAME
 from argosy.errors import FINAL_BIT, Poisoned, Retryable
 from argosy.files import atomic_write
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
-from argosy.processes.channel import Channel, Message
-from argosy.processes.child import end_in_words
+from argosy.processes.child import Channel, Message, end_in_words
 
 
 class RankState(Enum):

@@ -27,8 +27,7 @@ from argosy.observe.stacks import write_when_asked
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import Connections, World, WorldSeat, join_world, leave_world
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, ChannelClosed, Message
-from argosy.processes.child import channel_to_parent
+from argosy.processes.child import Channel, ChannelClosed, Message, channel_to_parent
 from argosy.processes.connection import raise_limit
 from argosy.training.loop import train
 from argosy.training.state import Survivor

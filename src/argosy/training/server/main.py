@@ -29,8 +29,7 @@ from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed
 from argosy.observe.events import Events
 from argosy.observe.screen import Progress
-from argosy.processes.channel import ChannelClosed
-from argosy.processes.child import channel_to_parent, messages
+from argosy.processes.child import ChannelClosed, channel_to_parent, messages
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import RESTARTED, ServerLayout
