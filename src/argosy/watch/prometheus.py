@@ -41,82 +41,46 @@ class LatestFacts:
     """One of `RUN_STATES`."""
 
 
-METRIC_HELP = {
-    "argosy_run_info": "1; the labels say what the run is.",
-    "argosy_run_state": "1 for the state that the run is in.",
-    "argosy_steps_done": "Steps done; a recovery may take some back.",
-    "argosy_steps_planned": "Steps that the run is to make.",
-    "argosy_trained_tokens": "Tokens trained on; a recovery may take some back.",
-    "argosy_loss": "Training loss of the newest step, nats per token.",
-    "argosy_gradient_norm": "Norm of the newest gradient, before clipping.",
-    "argosy_learning_rate": "Learning rate of the newest step.",
-    "argosy_validation_loss": "Loss on held-out text, nats per token.",
-    "argosy_validation_bpb": "Bits per byte of held-out text.",
-    "argosy_step_seconds": "Duration of the newest step.",
-    "argosy_step_part_seconds": "Where the time of the newest step went, of the first rank.",
-    "argosy_tokens_per_second": "Tokens per second of the newest step.",
-    "argosy_mfu_ratio": "Model FLOPs utilization of the newest step.",
-    "argosy_memory_bytes": "Peak memory of the first rank.",
-    "argosy_memory_part_bytes": "What the memory of the first rank is taken by.",
-    "argosy_communication_seconds": "Time in collectives in the newest step, of the first rank.",
-    "argosy_communication_bytes": "Bytes that the first rank sent in the newest step.",
-    "argosy_sync_ratio": "Bytes sent between replicas or sites, over those of exact fp32 sums.",
-    "argosy_sync_staleness_steps": "Steps since replicas or sites had agreed on the values.",
-    "argosy_sync_distance": "How far replicas were from each other before they agreed.",
-    "argosy_last_step_timestamp_seconds": "When the newest step was written down, since 1970.",
-    "argosy_user_metric": "What the user's code logged.",
-    "argosy_events_total": "Events of the run, by kind.",
-    "argosy_rank_step_seconds": "Duration of a step of a rank, mean of the newest seconds.",
-    "argosy_rank_memory_bytes": "Peak memory of a rank.",
-    "argosy_device_utilization_ratio": "Utilization of a device.",
-    "argosy_device_memory_bytes": "Memory of a device that is used.",
-    "argosy_device_temperature_celsius": "Temperature of a device.",
-    "argosy_device_power_watts": "Power that a device takes.",
-    "argosy_device_clock_hertz": "Clock of a device.",
-    "argosy_host_cpu_ratio": "Utilization of a node's processors.",
-    "argosy_host_memory_used_bytes": "Memory of a node that is used.",
-    "argosy_host_disk_free_bytes": "What is left of the disk that holds the run.",
-    "argosy_node_energy_joules_total": "Energy that a node has used for the run.",
+METRICS: dict[str, tuple[str, str, str]] = {
+    "argosy_run_info": ("", "", "1; the labels say what the run is."),
+    "argosy_run_state": ("", "", "1 for the state that the run is in."),
+    "argosy_steps_done": ("", "", "Steps done; a recovery may take some back."),
+    "argosy_steps_planned": ("", "", "Steps that the run is to make."),
+    "argosy_trained_tokens": ("step", "tokens", "Tokens trained on; a recovery may take some back."),
+    "argosy_loss": ("step", "loss", "Training loss of the newest step, nats per token."),
+    "argosy_gradient_norm": ("step", "grad_norm", "Norm of the newest gradient, before clipping."),
+    "argosy_learning_rate": ("step", "lr", "Learning rate of the newest step."),
+    "argosy_validation_loss": ("evaluation", "validation_loss", "Loss on held-out text, nats per token."),
+    "argosy_validation_bpb": ("evaluation", "bits_per_byte", "Bits per byte of held-out text."),
+    "argosy_step_seconds": ("step", "step_time_s", "Duration of the newest step."),
+    "argosy_step_part_seconds": ("table", "seconds", "Where the time of the newest step went, of the first rank."),
+    "argosy_tokens_per_second": ("step", "tokens_per_s", "Tokens per second of the newest step."),
+    "argosy_mfu_ratio": ("step", "mfu", "Model FLOPs utilization of the newest step."),
+    "argosy_memory_bytes": ("step", "memory_bytes", "Peak memory of the first rank."),
+    "argosy_memory_part_bytes": ("table", "memory", "What the memory of the first rank is taken by."),
+    "argosy_communication_seconds": ("", "", "Time in collectives in the newest step, of the first rank."),
+    "argosy_communication_bytes": ("", "", "Bytes that the first rank sent in the newest step."),
+    "argosy_sync_ratio": ("sync", "ratio", "Bytes sent between replicas or sites, over those of exact fp32 sums."),
+    "argosy_sync_staleness_steps": ("sync", "staleness", "Steps since replicas or sites had agreed on the values."),
+    "argosy_sync_distance": ("sync", "distance", "How far replicas were from each other before they agreed."),
+    "argosy_last_step_timestamp_seconds": ("step", "time_s", "When the newest step was written down, since 1970."),
+    "argosy_user_metric": ("table", "user", "What the user's code logged."),
+    "argosy_events_total": ("", "", "Events of the run, by kind."),
+    "argosy_rank_step_seconds": ("rank", "step_s", "Duration of a step of a rank, mean of the newest seconds."),
+    "argosy_rank_memory_bytes": ("rank", "memory_bytes", "Peak memory of a rank."),
+    "argosy_device_utilization_ratio": ("device", "utilisation", "Utilization of a device."),
+    "argosy_device_memory_bytes": ("device", "memory_bytes", "Memory of a device that is used."),
+    "argosy_device_temperature_celsius": ("device", "temperature_c", "Temperature of a device."),
+    "argosy_device_power_watts": ("device", "power_w", "Power that a device takes."),
+    "argosy_device_clock_hertz": ("device", "clock_mhz", "Clock of a device."),
+    "argosy_host_cpu_ratio": ("host", "cpu", "Utilization of a node's processors."),
+    "argosy_host_memory_used_bytes": ("host", "memory_used_bytes", "Memory of a node that is used."),
+    "argosy_host_disk_free_bytes": ("host", "disk_free_bytes", "What is left of the disk that holds the run."),
+    "argosy_node_energy_joules_total": ("", "", "Energy that a node has used for the run."),
 }
-"""Name -> help, in the order of the text. A name that ends in `_total` is a counter, any other a gauge."""
-OF_STEP = {
-    "argosy_trained_tokens": "tokens",
-    "argosy_loss": "loss",
-    "argosy_gradient_norm": "grad_norm",
-    "argosy_learning_rate": "lr",
-    "argosy_step_seconds": "step_time_s",
-    "argosy_tokens_per_second": "tokens_per_s",
-    "argosy_mfu_ratio": "mfu",
-    "argosy_memory_bytes": "memory_bytes",
-    "argosy_last_step_timestamp_seconds": "time_s",
-}
-OF_SYNC = {
-    "argosy_sync_ratio": "ratio",
-    "argosy_sync_staleness_steps": "staleness",
-    "argosy_sync_distance": "distance",
-}
-OF_EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bpb": "bits_per_byte"}
-OF_TABLES = {
-    "argosy_step_part_seconds": ("seconds", "part"),
-    "argosy_memory_part_bytes": ("memory", "part"),
-    "argosy_user_metric": ("user", "name"),
-}
-OF_DEVICE = {
-    "argosy_device_utilization_ratio": ("utilisation", 1.0),
-    "argosy_device_memory_bytes": ("memory_bytes", 1.0),
-    "argosy_device_temperature_celsius": ("temperature_c", 1.0),
-    "argosy_device_power_watts": ("power_w", 1.0),
-    "argosy_device_clock_hertz": ("clock_mhz", 1e6),
-}
-OF_RANK = {
-    "argosy_rank_step_seconds": "step_s",
-    "argosy_rank_memory_bytes": "memory_bytes",
-}
-OF_HOST = {
-    "argosy_host_cpu_ratio": "cpu",
-    "argosy_host_memory_used_bytes": "memory_used_bytes",
-    "argosy_host_disk_free_bytes": "disk_free_bytes",
-}
+"""Name -> the record that has its value (empty: computed below), the key there, and help; in the order of the text. A
+name that ends in `_total` is a counter, any other a gauge."""
+METRIC_HELP = {name: about for name, (_, _, about) in METRICS.items()}
 
 MOST_EACH = 64
 """A name has at most so many samples of nodes, devices or ranks of a run; of more, least, mean and most."""
@@ -144,6 +108,15 @@ def kind_of(name: str) -> str:
     return "counter" if name.endswith("_total") else "gauge"
 
 
+def _in(record: str) -> list[tuple[str, str]]:
+    """Return (name, key) of the metrics of one kind of record."""
+    return [(name, key) for name, (where, key, _) in METRICS.items() if where == record]
+
+
+def _plain(record: str, values: Mapping[str, Any]) -> Iterator[Sample]:
+    yield from ((name, {}, values.get(key)) for name, key in _in(record))
+
+
 def _samples(run: LatestFacts) -> Iterator[Sample]:
     yield "argosy_run_info", {"plan": run.plan, "model": run.model}, 1
     for state in RUN_STATES:
@@ -151,21 +124,18 @@ def _samples(run: LatestFacts) -> Iterator[Sample]:
     newest = run.step.get("step", -1)
     yield "argosy_steps_done", {}, newest + 1 if isinstance(newest, int | float) else None
     yield "argosy_steps_planned", {}, run.steps
-    for name, key in OF_STEP.items():
-        yield name, {}, run.step.get(key)
-    for name, key in OF_EVALUATION.items():
-        yield name, {}, run.evaluation.get(key)
-    for name, (key, label) in OF_TABLES.items():
+    yield from _plain("step", run.step)
+    yield from _plain("evaluation", run.evaluation)
+    for name, key in _in("table"):
         for part, value in _table(run.step, key).items():
-            yield name, {label: part}, value
+            yield name, {"name" if key == "user" else "part": part}, value
     communication = _table(run.step, "communication")
     for axis in communication:
         for tier, pair in _table(communication, axis).items():
             if isinstance(pair, Sequence) and len(pair) == 2:
                 yield "argosy_communication_seconds", {"axis": axis, "tier": tier}, pair[0]
                 yield "argosy_communication_bytes", {"axis": axis, "tier": tier}, pair[1]
-    for name, key in OF_SYNC.items():
-        yield name, {}, _table(run.step, "sync").get(key)
+    yield from _plain("sync", _table(run.step, "sync"))
     for kind, count in sorted(run.events.items()):
         yield "argosy_events_total", {"event": kind}, count
     of_nodes = [sample for node, line in run.nodes.items() for sample in _of_node(node, line)]
@@ -198,13 +168,13 @@ def _of_node(node: str, line: Mapping[str, Any]) -> Iterator[Sample]:
     for number, device in enumerate(_list(line, "devices")):
         if isinstance(device, Mapping):
             labels = {"node": node, "device": str(number), "name": str(device.get("name", ""))}
-            for name, (key, factor) in OF_DEVICE.items():
+            for name, key in _in("device"):
                 if isinstance(value := device.get(key), int | float):
-                    yield name, labels, value * factor
-    for name, key in OF_RANK.items():
+                    yield name, labels, value * (1e6 if key == "clock_mhz" else 1.0)
+    for name, key in _in("rank"):
         for rank, value in zip(_list(line, "ranks"), _list(line, key), strict=False):
             yield name, {"node": node, "rank": str(rank)}, value
-    for name, key in OF_HOST.items():
+    for name, key in _in("host"):
         yield name, {"node": node}, _table(line, "host").get(key)
     yield "argosy_node_energy_joules_total", {"node": node}, _table(line, "energy").get("total_joules")
 
