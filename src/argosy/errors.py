@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -31,6 +31,14 @@ def some_of(names: Sequence[object], most: int, others: str = "more") -> str:
     """Return the first of these, at most so many, and how many others there are: "a, b and 3 more"."""
     left = len(names) - most
     return ", ".join(map(str, names[:most])) + (f" and {left} {others}" if left > 0 else "")
+
+
+def near_names(name: str, names: Collection[str], most: int = 3) -> str:
+    """Return the second half of a message about an unknown name: the nearest names, or all if none is near."""
+    from difflib import get_close_matches  # few commands meet a wrong name
+
+    near = get_close_matches(name.lower(), names, n=most)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}."
 
 
 class ArgosyError(Exception):

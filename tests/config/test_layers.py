@@ -11,7 +11,6 @@ from argosy.config.layers import (
     Source,
     file_layer,
     is_removed,
-    near_names,
     new_key,
     of_weights,
     override_layer,
@@ -19,7 +18,7 @@ from argosy.config.layers import (
     preset_path,
     run_layer,
 )
-from argosy.errors import ArgosyWarning, UserError
+from argosy.errors import ArgosyWarning, UserError, near_names
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def _run(name: str, argv: list[str]) -> int:
     from dataclasses import replace
 
     from argosy.credentials import redact
-    from argosy.errors import ArgosyError, ArgosyWarning, ErrorDocument, UserError, record_of_error
+    from argosy.errors import ArgosyError, ArgosyWarning, ErrorDocument, UserError, near_names, record_of_error
     from argosy.observe.terminal import print_message, printable
 
     def tell(record: ErrorDocument) -> int:
@@ -172,7 +172,7 @@ def _run(name: str, argv: list[str]) -> int:
     warnings.showwarning = _show_warning
     try:
         if name not in COMMANDS:
-            raise UserError(_unknown_command(name))
+            raise UserError(f"no command {name!r}; {near_names(name, COMMANDS, 1)}")
         code = import_module(f"argosy.cli.{name}").main(argv)
         sys.stdout.flush()
         return int(code or 0)
@@ -236,11 +236,3 @@ exit codes:
 {codes}
 
 argosy help COMMAND says more; argosy --version prints the version."""
-
-
-def _unknown_command(name: str) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}."
-    return f"no command {name!r}; {hint}"

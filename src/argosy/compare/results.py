@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
-from argosy.config.layers import near_names
 from argosy.config.load import load
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import UserError
+from argosy.errors import UserError, near_names
 from argosy.files import file_sha256
 from argosy.observe.events import from_the_end
 from argosy.plan.parameters import active_parameters

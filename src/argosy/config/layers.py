@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from argosy.config.lines import read_toml
 from argosy.config.problems import KeyPlace
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, Section, dotted, flatten, key_fields, key_of, value_type
-from argosy.errors import ArgosyWarning, UserError
+from argosy.errors import ArgosyWarning, UserError, near_names
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 
@@ -35,12 +34,6 @@ def preset_path(kind: Kind, name: str) -> Path:
     if name not in names:
         raise UserError(f"no {kind[:-1]} preset is called {name!r}; {near_names(name, names)}")
     return PRESETS_FOLDER / kind / f"{name}.toml"
-
-
-def near_names(name: str, names: list[str]) -> str:
-    """The second half of a message about an unknown name: the nearest names, or all if none is near."""
-    near = get_close_matches(name.lower(), names, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}."
 
 
 RENAMED: Mapping[Key, Key] = {

@@ -23,7 +23,6 @@ from argosy.config.layers import (
     Setting,
     Source,
     file_layer,
-    near_names,
     of_weights,
     override_layer,
     preset_layer,
@@ -37,7 +36,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.problems import ELSEWHERE, KeyPlace, Problem, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, Section, dotted, key_fields, key_of, nest, sections, value_type
-from argosy.errors import UserError
+from argosy.errors import UserError, near_names
 
 DEFAULT_RUN = "demo"
 RUN_FILE = "run.toml"

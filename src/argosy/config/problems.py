@@ -99,7 +99,7 @@ def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Ke
     names = re.findall(r"[^.\[\]]+", rule.split(" ", 1)[0])
     blamed = (*key, *(int(name) if name.isdecimal() else name for name in names))
     inside, element = _element_around(blamed, schema)
-    rule += "" if rule.endswith("?") else "."
+    rule += "" if rule.endswith(("?", ".")) else "."
     if inside in key_fields(element):
         return Problem(place(blamed), f"{dotted(key)}{'.' * bool(key)}{rule}", is_rule=True)
     return Problem(place(key), f"{dotted(key)}: {rule}".removeprefix(": "), is_rule=True)

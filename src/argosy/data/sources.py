@@ -16,10 +16,9 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
-from argosy.config.layers import near_names
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
-from argosy.errors import UserError, a_kind
+from argosy.errors import UserError, a_kind, near_names
 from argosy.extend.declared import CodeFile
 from argosy.extend.loading import Extension, find, where
 

@@ -9,13 +9,13 @@ import ast
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from argosy.errors import near_names
 from argosy.extend.register import DECORATORS, ClassRegistration, Kind, Registration
 
 ROOM = "argosy.extend"
@@ -170,9 +170,7 @@ def _kind(called: ast.expr, names: Mapping[str, str]) -> str | None:
 
 def _registration(kind: str, decorator: ast.expr, place: str) -> Registration[Any]:
     if kind not in DECORATORS:
-        near = get_close_matches(kind, DECORATORS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(DECORATORS)}"
-        raise ValueError(f"{place}: there is no @extend.{kind}; {hint}")
+        raise ValueError(f"{place}: there is no @extend.{kind}; {near_names(kind, DECORATORS, 1)}")
     if not isinstance(decorator, ast.Call):
         raise ValueError(f"{place}: @extend.{kind} needs its arguments, in parentheses")
     try:
@@ -217,9 +215,7 @@ def read_package(name: str) -> CodeFile:
     """
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:
-        near = get_close_matches(name, found, n=1)
-        there = f"there are: {', '.join(sorted(found))}" if found else "no installed package has any"
-        hint = f"did you mean {near[0]}?" if near else there
+        hint = near_names(name, sorted(found), 1) if found else "no installed package has any"
         raise ValueError(f"{name}: there is no such entry point in the group {ENTRY_POINTS}; {hint}")
     return read_code(_source_of(found[name]), name, found[name].module)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
+
+from argosy.errors import near_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,7 +172,7 @@ def callback(point: Point, *, strict: bool = False) -> Registration[Callable[[Ru
     gradients or random numbers.
     """
     if point not in POINTS:
-        raise ValueError(f"there is no point {point!r}; {_near(point, POINTS)}")
+        raise ValueError(f"there is no point {point!r}; {near_names(str(point), POINTS, 1)}")
     return Registration("callback", "", 1, {"point": point, "strict": _bool("strict", strict)})
 
 
@@ -268,8 +269,3 @@ def _bool(key: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {value!r} must be True or False")
     return value
-
-
-def _near(name: object, names: tuple[str, ...]) -> str:
-    near = get_close_matches(str(name), names, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"

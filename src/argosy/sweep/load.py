@@ -16,14 +16,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from argosy.config.layers import Source, file_layer, near_names, new_key, override_layer, run_layer, table_layer
+from argosy.config.layers import Source, file_layer, new_key, override_layer, run_layer, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build, load_layers, run_preset
 from argosy.config.load import run_file as existing_run_file
 from argosy.config.problems import KeyPlace, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, dotted, flatten, key_fields, key_of, nest, sections, value_type
-from argosy.errors import UserError
+from argosy.errors import UserError, near_names
 from argosy.plan.search.auto import check_written
 from argosy.sweep.config import Range, SweepConfig
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-from argosy.config.layers import near_names
-from argosy.errors import UserError
+from argosy.errors import UserError, near_names
 
 CHECKOUT = Path(__file__).parents[3] / "docs"
 INSTALLED = "share/argosy/docs/"

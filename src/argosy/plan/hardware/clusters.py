@@ -42,11 +42,11 @@ from pydantic import (
 )
 
 from argosy.config.dump import dump
-from argosy.config.layers import Source, near_names, preset_names, preset_path, table_layer
+from argosy.config.layers import Source, preset_names, preset_path, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build
 from argosy.config.section import Section
-from argosy.errors import UserError
+from argosy.errors import UserError, near_names
 from argosy.files import atomic_write
 from argosy.plan.hardware.devices import Device, device_names, find_device, is_path
 from argosy.plan.hardware.measurements import Measurements

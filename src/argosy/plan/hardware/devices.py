@@ -19,12 +19,12 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from argosy.config.layers import Source, near_names, preset_names, preset_path, table_layer
+from argosy.config.layers import Source, preset_names, preset_path, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build
 from argosy.config.optimizer import Fraction
 from argosy.config.section import Section
-from argosy.errors import UserError
+from argosy.errors import UserError, near_names
 from argosy.plan.hardware.technology import Keys, Silicon
 from argosy.plan.plan import FP8, why_not_in_fp8
 
