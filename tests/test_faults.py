@@ -71,6 +71,9 @@ def test_text_and_json_say_the_same():
         ("kill@optimizer:step=x", "whole number"),
         ("oom@forward", "gib="),
         ("[{", "JSON"),
+        ("[1]", "'1' is no fault"),
+        ("kill@forward:again=banana", "truth value"),
+        ("kill@forward:every=0", "every = 0 must be at least 1"),
     ],
 )
 def test_a_mistake_is_refused_with_a_hint(text, said):

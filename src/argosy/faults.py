@@ -24,11 +24,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from argosy.errors import UserError
+from argosy.errors import UserError, near_names
 
 FAULTS_VARIABLE = "ARGOSY_FAULTS"
 RUN_DIR = "ARGOSY_RUN_DIR"
@@ -255,35 +254,32 @@ def _split(text: str) -> dict[str, Any]:
 
 
 def _checked(entry: Mapping[str, Any]) -> Fault:
+    if not isinstance(entry, Mapping):
+        raise UserError(f'{FAULTS_VARIABLE}: {str(entry)[:60]!r} is no fault. Write {{"action": ..., "point": ...}}.')
     known = {f.name: f for f in fields(Fault)}
     values: dict[str, Any] = {}
     for name, value in entry.items():
         if name not in known:
-            raise UserError(f"{FAULTS_VARIABLE}: a fault has no key {name!r}; {_near(name, known)}")
+            raise UserError(f"{FAULTS_VARIABLE}: a fault has no key {name!r}; {near_names(name, known, 1)}")
         kind = str(known[name].type).partition(" ")[0]
         try:
             values[name] = _READ[kind](value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, LookupError):
             raise UserError(f"{FAULTS_VARIABLE}: {name} = {value!r} is not a {_NUMBER_KINDS[kind]}.") from None
     actions = [*ACTIONS, *ON_TENSORS, "slow"]
     for key, names in (("action", actions), ("point", list(FAULT_POINTS))):
-        if values.get(key) not in names:
-            raise UserError(
-                f"{FAULTS_VARIABLE}: there is no {key} {values.get(key)!r}; {_near(str(values.get(key)), names)}"
-            )
+        if (value := values.get(key)) not in names:
+            raise UserError(f"{FAULTS_VARIABLE}: there is no {key} {value!r}; {near_names(str(value), names, 1)}")
+    for key in ("steps", "every", "times"):
+        if values.get(key, 1) < 1:
+            raise UserError(f"{FAULTS_VARIABLE}: {key} = {values[key]} must be at least 1.")
     if values["action"] == "oom" and values.get("gib") is None:
         raise UserError(f"{FAULTS_VARIABLE}: oom needs gib=, the memory to take.")
     return Fault(**values)
 
 
-def _near(word: str, words: Iterable[str]) -> str:
-    words = list(words)
-    near = get_close_matches(word, words, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(words)}."
-
-
 def _truth(word: Any) -> bool:
-    return str(word).lower() in ("", "1", "true", "yes")
+    return {"": True, "1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(word).lower()]
 
 
 _READ: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": _truth, "str": str}
