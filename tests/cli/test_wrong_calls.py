@@ -87,6 +87,8 @@ stacks nowhere
 stacks folder
 chaos nowhere.toml
 chaos garbage.toml
+chaos parity --every-s inf
+chaos parity --minutes -1
 probe --model llama3-8
 probe --device h10
 probe --minutes 0

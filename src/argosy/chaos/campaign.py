@@ -173,7 +173,7 @@ class Campaign:
 
     def _inject(self, fault: PlannedFault, launcher: subprocess.Popen[bytes]) -> bool:
         """Inject a fault; return False if there is no process for it (yet)."""
-        targets = sorted(_TARGETS[fault.kind](self, launcher))
+        targets = sorted(_TARGETS[fault.kind](self, launcher.pid))
         if not targets or not self.readings:
             return False
         pid = targets[int(fault.pick * len(targets))]
@@ -195,33 +195,22 @@ class Campaign:
         return [pid for pid, r in self.readings.items() if r.rank >= 0 and r.phase != "waiting" and is_alive(pid)]
 
 
-def _of_workers(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
-    return campaign.workers()
+Targets = Callable[[Campaign, int], list[int]]
+"""The campaign and its launcher's process -> the processes that a fault may strike."""
 
 
-def _of_launcher(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
-    return [launcher.pid]
+def _of_module(module: str) -> Targets:
+    return lambda _, launcher: [pid for pid in descendants(launcher) if module in command_of(pid)]
 
 
-def _of_module(module: str) -> Callable[[Campaign, subprocess.Popen[bytes]], list[int]]:
-    def find(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
-        return [pid for pid in descendants(launcher.pid) if module in command_of(pid)]
-
-    return find
-
-
-def _fork_servers(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
-    return [pid for pid in children(launcher.pid) if FORK_SERVER in command_of(pid)]
-
-
-_TARGETS: dict[str, Callable[[Campaign, subprocess.Popen[bytes]], list[int]]] = {
-    "kill": _of_workers,
-    "stop": _of_workers,
+_TARGETS: dict[str, Targets] = {
+    "kill": lambda campaign, _: campaign.workers(),
+    "stop": lambda campaign, _: campaign.workers(),
     "writer": _of_module("argosy.checkpoint.writer"),
     "coordinator": _of_module("argosy.supervise.coordinator"),
-    "fork_server": _fork_servers,
-    "term": _of_launcher,
-    "launcher": _of_launcher,
+    "fork_server": lambda _, launcher: [pid for pid in children(launcher) if FORK_SERVER in command_of(pid)],
+    "term": lambda _, launcher: [launcher],
+    "launcher": lambda _, launcher: [launcher],
 }
 _SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}
 

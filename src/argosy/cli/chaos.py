@@ -15,6 +15,7 @@ Examples:
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from dataclasses import dataclass
@@ -53,8 +54,10 @@ class Options:
 @lasting_output()
 def main(argv: list[str]) -> int:
     options, run = parse_run(argv, "argosy chaos", Options, _about(points=HELP_ALL in argv))
-    if options.every_s <= 0:
+    if not 0 < options.every_s < math.inf:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
+    if not 0 <= options.minutes < math.inf:
+        raise UserError(f"--minutes {options.minutes:g}: must be at least 0. Try --minutes 30.")
     check_repeatable(run, run.name)
     check_approved(run.extend.code, options.trust_code)
     from argosy.chaos.campaign import KINDS
