@@ -48,6 +48,13 @@ def test_what_cannot_be_is_refused(runs: Path, capsys: pytest.CaptureFixture[str
     assert not out and err.startswith("argosy: --")
 
 
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_file_that_cannot_be_written_is_named(runs: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    out = runs / "none" / "table"
+    assert main(["metrics", str(runs / "good"), "--columns", "all", "--format", form, "--out", str(out)]) == 2
+    assert f"argosy: --out {out}: cannot be written" in capsys.readouterr().err
+
+
 def test_csv_is_not_printed_where_json_is_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["metrics", str(runs / "good"), "--columns", "loss", "--json", "--format", "csv"]) == 2
     assert "--format csv: with --json, JSON is printed" in json.loads(capsys.readouterr().out)["error"]

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import DOCUMENTS, WrittenFile, answer, schema_of, write, write_text
+from argosy.cli.documents import DOCUMENTS, WrittenFile, answer, schema_of, write, write_file
 from argosy.cli.options import PrintJson, act, parse, parse_run
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer, preset_names, preset_path
@@ -188,7 +188,7 @@ def _device(argv: list[str]) -> None:
     path = options.out or Path(f"{options.name}.toml")
     if path.exists():
         raise UserError(f"{path} exists already. Choose another --out, or remove it first.")
-    write_text(path, dump(device))
+    write_file(path, dump(device))
     told = {key for key in device.assumed if not key.endswith("latency_s")}
     if options.json:
         write("config-device", WrittenFile(str(path), tuple(f"assumed: {key}" for key in sorted(told))))

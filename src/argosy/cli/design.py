@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.documents import answer, write_text
+from argosy.cli.documents import answer, write_file
 from argosy.cli.options import parse
 from argosy.errors import UserError
 from argosy.observe.terminal import told_if_long
@@ -57,12 +57,12 @@ def main(argv: list[str]) -> None:
         key = key_of(str(error).partition(" ")[0])
         raise UserError(f"{place_in(options.space, key)}{error}") from None
     if options.csv is not None:
-        write_text(options.csv, as_csv(report))
+        write_file(options.csv, as_csv(report))
     if options.plots is not None:
         try:
             options.plots.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--plots {options.plots}: {error.strerror}. Name a folder that can be written.") from None
         for name, text in pictures(report).items():
-            write_text(options.plots / name, text)
+            write_file(options.plots / name, text)
     answer(options.json, "design", in_words(report, options.top), as_record(report))

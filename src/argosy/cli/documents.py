@@ -7,7 +7,6 @@ schema that follows from that type. All else that is printed while a command run
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -21,9 +20,9 @@ from typing import Any, TextIO
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from argosy.config.layers import near_names
 from argosy.config.section import meanings
-from argosy.errors import UserError
+from argosy.errors import UserError, near_names
+from argosy.observe.records import finite
 from argosy.observe.terminal import printable
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -146,17 +145,17 @@ def lines_of(name: str, *values: object) -> Iterator[str]:
     """Yield documents of one kind as `write` prints them."""
     adapter = _adapter(name)
     for value in values:
-        plain = _finite(adapter.dump_python(value, mode="json", by_alias=True, warnings=False))
+        plain = finite(adapter.dump_python(value, mode="json", by_alias=True, warnings=False))
         yield json.dumps(plain, allow_nan=False)
 
 
-def write_text(path: Path, text: str, option: str = "") -> None:
+def write_file(path: Path, content: str | bytes, option: str = "") -> None:
     """Write a file that an option names. Raises: UserError if it cannot be written."""
     from argosy.files import atomic_write
 
     try:
         with atomic_write(path) as file:
-            file.write(text.encode())
+            file.write(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         named = f"{option} {path}".lstrip()
         raise UserError(f"{named}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
@@ -203,15 +202,6 @@ def _described(schema: JsonSchemaValue, kind: type) -> JsonSchemaValue:
             if name in schema.get("properties", {}) and text:
                 schema["properties"][name]["description"] = " ".join(text.split())
     return schema
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON value with null for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _stdout: TextIO | None = None

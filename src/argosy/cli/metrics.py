@@ -21,10 +21,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import WrittenFile, lines_of, write
+from argosy.cli.documents import WrittenFile, answer, lines_of, write, write_file
 from argosy.cli.options import RunPath, parse, read_run
 from argosy.errors import UserError, missing_extra
-from argosy.files import atomic_write
 
 
 @dataclass(frozen=True)
@@ -70,38 +69,23 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"--format {form}: with --json, JSON is printed. Leave one out, or name a file: --out metrics.csv"
         )
-    from argosy.watch.columns import STEP_COLUMN
-    from argosy.watch.library import table_of_steps
+    from argosy.watch.library import keys_of_steps, table_of_steps
 
     reader = read_run(options.run)
     names = [name.strip() for name in options.columns.split(",") if name.strip()]
     if not names:
-        keys = [
-            STEP_COLUMN,
-            *(key for key in sorted({*reader.keys(), *reader.evaluations.keys()}) if key != STEP_COLUMN),
-        ]
-        if form == "json":
-            write("metrics-keys", MetricsKeys(keys))
-        else:
-            print("\n".join(keys))
+        keys = keys_of_steps(reader)
+        answer(form == "json", "metrics-keys", "\n".join(keys), MetricsKeys(keys))
         return
     table = table_of_steps(reader, names, options.from_step, options.to_step, options.every)
     if options.out is not None:
-        _write_table(options.out, table, form)
+        write_file(options.out, _parquet_of(table) if form == "parquet" else _text_of(table, form), "--out")
         if options.json:
             write("metrics-out", WrittenFile(str(options.out)))
     elif form == "json":
         write("metrics", *_rows(table))
     else:
         print(_text_of(table, form), end="")
-
-
-def _write_table(path: Path, table: dict[str, list[Any]], form: str) -> None:
-    if form == "parquet":
-        _write_parquet(path, table)
-        return
-    with atomic_write(path) as file:
-        file.write(_text_of(table, form).encode())
 
 
 def _text_of(table: dict[str, list[Any]], form: str) -> str:
@@ -119,11 +103,12 @@ def _rows(table: dict[str, list[Any]]) -> Iterator[StepRow]:
         yield dict(zip(table, row, strict=True))
 
 
-def _write_parquet(path: Path, table: dict[str, list[Any]]) -> None:
+def _parquet_of(table: dict[str, list[Any]]) -> bytes:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise missing_extra("pyarrow", "parquet", "argosy metrics --format parquet") from None
-    with atomic_write(path) as file:
-        pyarrow.parquet.write_table(pyarrow.table(table), file)
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(table), file)
+    return file.getvalue()

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
-from argosy.cli.documents import answer, write, write_text
+from argosy.cli.documents import answer, write, write_file
 from argosy.cli.options import parse
 from argosy.config.load import load
 from argosy.config.section import Count, WholeCount
@@ -189,9 +189,9 @@ def _answer(options: Options) -> None:
     slurm = _slurm_topology(request, options)
     found = plan_report(request)
     if options.rank_map is not None:
-        write_text(options.rank_map, _rank_map(request, found), "--rank-map")
+        write_file(options.rank_map, _rank_map(request, found), "--rank-map")
     if options.slurm_topology is not None:
-        write_text(options.slurm_topology, slurm, "--slurm-topology")
+        write_file(options.slurm_topology, slurm, "--slurm-topology")
     from argosy.plan.report import html, terminal
 
     _print(options, "plan", found, html.page, terminal.show)
@@ -388,7 +388,7 @@ def _learn(options: Options) -> None:
 
 def _print(options: Options, name: str, found: T, page: Callable[[T], str], show: Callable[[T], None]) -> None:
     if options.html is not None:
-        write_text(options.html, page(found), "--html")
+        write_file(options.html, page(found), "--html")
     if options.json:
         write(name, found)
         return

@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from argosy.config.layers import near_names
-from argosy.errors import ArgosyError, UserError
+from argosy.errors import ArgosyError, UserError, near_names
 from argosy.observe.records import encodable
-from argosy.watch.columns import STEP_COLUMN, Columns
-from argosy.watch.facts import Floats
+from argosy.watch.columns import STEP_COLUMN, Columns, Floats
 from argosy.watch.metrics_table import Preview, preview
 from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunReader, RunTail, is_run
@@ -371,6 +369,12 @@ def ordered(rows: Iterable[Row], by: str, keys: Iterable[str]) -> list[Row]:
     return [*having, *lacking]
 
 
+def keys_of_steps(reader: RunReader) -> list[str]:
+    """Return the keys that `table_of_steps` takes, `step` first. Norms, which have steps of their own, are left out."""
+    known = {*reader.keys(), *reader.evaluations.keys()} - {STEP_COLUMN}
+    return [STEP_COLUMN, *sorted(key for key in known if not key.startswith("norms."))]
+
+
 def table_of_steps(
     reader: RunReader, names: Iterable[str], first: int = 0, last: int | None = None, every: int = 1
 ) -> dict[str, list[Any]]:
@@ -380,11 +384,10 @@ def table_of_steps(
     steps are left out. Raises: UserError for a key that the run does not have.
     """
     steps, evaluations = reader.steps, reader.evaluations
-    keys = [key for key in reader.keys() if not key.startswith("norms.")]  # noqa: SIM118
-    known = {STEP_COLUMN, *keys, *evaluations.keys()}
+    keys, known = set(reader.keys()), keys_of_steps(reader)
     asked = list(dict.fromkeys(SHORT_KEYS.get(name, name) for name in names))
     if "all" in asked:
-        asked = [STEP_COLUMN, *sorted(known - {STEP_COLUMN})]
+        asked = known
     if unknown := [name for name in asked if name not in known]:
         raise UserError(f"--columns: the run has no {unknown[0]!r}; {near_names(unknown[0], sorted(known))}")
     at = steps[STEP_COLUMN]

@@ -28,7 +28,7 @@ from argosy.errors import ArgosyError
 from argosy.observe.terminal import printable
 from argosy.watch import manual, overview
 from argosy.watch.conclusions import conclusions_of
-from argosy.watch.library import Library, OpenRun, chosen, run_folder, table_of_steps
+from argosy.watch.library import Library, OpenRun, chosen, keys_of_steps, run_folder, table_of_steps
 from argosy.watch.status import status_of
 from argosy.watch.timeline import shown_events
 
@@ -89,7 +89,7 @@ class RunTools:
 
         def answer(each: OpenRun) -> dict[str, list[Any]]:
             if not columns:
-                return {"keys": sorted({*each.reader.keys(), *each.reader.evaluations.keys()})}
+                return {"keys": keys_of_steps(each.reader)}
             table = table_of_steps(each.reader, columns, first, last, max(1, every))
             return {name: values[-_within(limit, MOST_TOOL_ROWS) :] for name, values in table.items()}
 
