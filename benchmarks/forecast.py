@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from argosy.watch.columns import Floats
 from argosy.watch.conclusions import facts_of
-from argosy.watch.facts import Floats, RunFacts, Table
+from argosy.watch.facts import RunFacts, Table
 from argosy.watch.forecast import forecast
 from argosy.watch.reader import RunReader
 

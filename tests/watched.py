@@ -12,7 +12,8 @@ from argosy.config.schema import RunConfig
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.plan.plan import Plan
-from argosy.watch.facts import Event, Floats, RankTable, RunFacts
+from argosy.watch.columns import Floats
+from argosy.watch.facts import Event, RankTable, RunFacts
 from tiny import run_config
 
 BEGAN_S = 1_700_000_000.0

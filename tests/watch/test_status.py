@@ -55,6 +55,24 @@ def test_the_trend_of_the_loss_is_told_only_where_it_is_more_than_scatter(run, l
     assert found.loss.now == pytest.approx(losses[-1], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"communication": {"tp": [1, 2]}},
+        {"communication": {"tp": {"node": {"0": [1, 2]}}}},
+        {"experts": {"x": {"imbalance": 9.0}, "9" * 5000: {"imbalance": 9.0}}},
+    ],
+    ids=["no tier", "too deep", "no layer"],
+)
+def test_keys_of_another_form_keep_no_rule_from_its_answer(run, foreign):
+    model = "model.moe.experts = 4\nmodel.vocab_size = 64\n"
+    (run.path / "run.toml").write_text(f'name = "tiny"\n{model}train.steps = 1000\n')
+    now_s = time.time()
+    run.step(*range(40), time_s=now_s, **foreign)
+    found = status(run.path)
+    assert (found.state, found.step, found.next.rule) == ("training", 40, "none")
+
+
 def test_what_is_expected_stands_beside_what_is_measured(run):
     (run.path / "plan.toml").write_text(
         'plan = "microbatch=1,compile=false"\n[predicted]\ncluster = "here"\nstep_s = [0.4, 0.5, 0.6]\n'

@@ -13,7 +13,7 @@ from rich.text import Text
 from argosy.observe.panel import LineChart
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.cost.estimate import count, seconds
-from argosy.watch.facts import Floats
+from argosy.watch.columns import Floats
 from argosy.watch.overview import line, machine_of
 from argosy.watch.reader import RunReader
 

@@ -30,6 +30,21 @@ def finite_mean(values: Floats) -> float:
     return float(finite.mean()) if len(finite) else 0.0
 
 
+def middle_half(step_s: Floats) -> npt.NDArray[np.intp]:
+    """Return the indices of the middle half of these steps, by duration: compiling and pauses are not in it."""
+    order = np.argsort(step_s, kind="stable")  # NaN comes last
+    count = int(np.isfinite(step_s).sum())
+    return order[count // 4 : max(count - count // 4, min(count, 1))]
+
+
+def channels_in(keys: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield axis, tier and key of each `communication.AXIS.TIER.0`, seconds; other keys are passed over."""
+    for key in keys:
+        match key.split("."):
+            case ["communication", axis, tier, "0"]:
+                yield axis, tier, key
+
+
 STEP_COLUMN = "step"
 MOST_COLUMNS_READ = 20_000
 """A line of a foreign file may name anything; keys beyond so many are left out."""

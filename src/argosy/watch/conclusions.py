@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from argosy.observe.events import from_the_end
 from argosy.observe.records import Record
 from argosy.watch.alerts import Alert, standing
-from argosy.watch.columns import rows_of
-from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, Floats, RankTable, RunFacts
+from argosy.watch.columns import Floats, rows_of
+from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, RankTable, RunFacts
 from argosy.watch.forecast import Forecast, forecast
 from argosy.watch.metrics_table import FIRST_KEYS
 from argosy.watch.reader import RunReader

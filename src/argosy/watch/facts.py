@@ -16,9 +16,8 @@ from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
+from argosy.watch.columns import Floats, middle_half
 from argosy.watch.timeline import ENDED_RUN_STATES, PhaseSpan, State, timeline
-
-Floats = NDArray[np.float64]
 
 
 class Table(Protocol):
@@ -244,8 +243,7 @@ class RunFacts:
 
     @cached_property
     def _middle(self) -> NDArray[np.intp]:
-        order = np.argsort(self.column("step_time_s", self.recent), kind="stable")
-        return order[len(order) // 4 : len(order) - len(order) // 4]
+        return middle_half(self.column("step_time_s", self.recent))
 
     @cached_property
     def steps_in_all(self) -> int | None:

@@ -25,7 +25,8 @@ from argosy.errors import counted
 from argosy.plan.cost.economy import RESTART_S, power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
 from argosy.plan.cost.reliability import FAILURE_DRAWS
-from argosy.watch.facts import Floats, RunFacts
+from argosy.watch.columns import Floats
+from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.stops import failures, rates_of
 

@@ -23,8 +23,8 @@ from argosy.observe.report import Report
 from argosy.observe.terminal import printable
 from argosy.plan.cost.estimate import count, seconds
 from argosy.watch.alerts import Alert
+from argosy.watch.columns import Floats
 from argosy.watch.conclusions import Conclusions, conclusions_of
-from argosy.watch.facts import Floats
 from argosy.watch.linefile import Event, tells_of_the_run
 from argosy.watch.overview import line
 from argosy.watch.reader import RunReader

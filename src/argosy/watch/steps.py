@@ -18,7 +18,7 @@ from argosy.plan.calibration import CALIBRATED_PARTS
 from argosy.plan.cost.estimate import seconds as in_words
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import device_named
-from argosy.watch.columns import STEP_COLUMN, Columns, Floats, finite_mean
+from argosy.watch.columns import STEP_COLUMN, Columns, Floats, channels_in, finite_mean, middle_half
 from argosy.watch.metrics_table import Preview
 from argosy.watch.reader import RunReader
 
@@ -120,7 +120,7 @@ def _bad_steps(steps: Columns, keys: list[str], rows: slice) -> Floats:
     return steps[STEP_COLUMN][rows][bad][:MOST_BAD]
 
 
-SECONDS_PREFIX, COMMUNICATION_PREFIX, SYNC_PREFIX = "seconds.", "communication.", "sync."
+SECONDS_PREFIX, SYNC_PREFIX = "seconds.", "sync."
 NORM_OF, SPREAD_OF = "sites.norms.", "sites.spread."
 """Keys of a site's figures in the line of a round begin so; its name follows."""
 PART_NAMES = {
@@ -149,7 +149,7 @@ def step_parts(
     known = reader.keys()
     categories = [key for key in known if key.startswith(SECONDS_PREFIX) and key != "seconds.step"]
     buckets = Buckets.of(steps, first, last, points)
-    usual = _usual(steps["step_time_s"][buckets.rows])
+    usual = middle_half(steps["step_time_s"][buckets.rows])
     typical = {key.removeprefix(SECONDS_PREFIX): finite_mean(steps[key][buckets.rows][usual]) for key in categories}
     measured = {
         part: sum(typical.get(name, 0.0) for name in sides.measured) for part, sides in CALIBRATED_PARTS.items()
@@ -167,13 +167,6 @@ def step_parts(
         "sync": _sync(reader, buckets.rows),
         "sites": _sites(reader, buckets.rows),
     }
-
-
-def _usual(step_s: Floats) -> Any:
-    """Return the indices of the middle half of these steps, by duration: compiling and pauses are not in it."""
-    order = np.argsort(step_s, kind="stable")  # NaN comes last
-    count = int(np.isfinite(step_s).sum())
-    return order[count // 4 : max(count - count // 4, min(count, 1))]
 
 
 def _predicted(reader: RunReader) -> dict[str, float]:
@@ -206,12 +199,9 @@ def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str,
     """Return seconds and bytes of a step by axis and tier, of rank 0, the longest first."""
     traffic = reader.prediction.traffic if reader.prediction else {}
     found = []
-    known = reader.keys()
-    for key in known:
-        if key.startswith(COMMUNICATION_PREFIX) and key.endswith(".0"):
-            _, axis, tier, _ = key.split(".") if key.count(".") == 3 else ("", "", "", "")
-            values = [finite_mean(reader.steps[f"{key[:-1]}{n}"][rows][usual]) for n in (0, 1)]
-            found.append({"axis": axis, "tier": tier, "seconds": values[0], "bytes": values[1]})
+    for axis, tier, key in channels_in(reader.keys()):
+        values = [finite_mean(reader.steps[f"{key[:-1]}{n}"][rows][usual]) for n in (0, 1)]
+        found.append({"axis": axis, "tier": tier, "seconds": values[0], "bytes": values[1]})
     for entry in found:
         if entry["axis"] in traffic and sum(other["axis"] == entry["axis"] for other in found) == 1:
             entry["predicted_bytes"] = traffic[entry["axis"]]

@@ -187,7 +187,12 @@ def _loss_near(facts: RunFacts, step: float) -> float:
 
 def _by_layer(facts: RunFacts, what: str) -> dict[int, float]:
     keys = [key for key in facts.keys("experts.") if key.endswith(f".{what}")]
-    return {int(key.split(".")[1]): finite_mean(facts.column(key, facts.recent)) for key in keys}
+    layers = {key: key.split(".")[1] for key in keys}
+    return {
+        int(n): finite_mean(facts.column(key, facts.recent))
+        for key, n in layers.items()
+        if n.isdecimal() and len(n) < 9
+    }
 
 
 def _bad(event: Event) -> str:

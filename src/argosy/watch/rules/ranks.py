@@ -10,7 +10,8 @@ from argosy.errors import some_of
 from argosy.observe.counters import OWN_WORK
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.dealing import LEAST_HOLD, RankWork
-from argosy.watch.facts import Event, Floats, RankTable, RunFacts
+from argosy.watch.columns import Floats
+from argosy.watch.facts import Event, RankTable, RunFacts
 from argosy.watch.rules.planner import Advice, Planner
 
 LEAST_RANK_STEPS = 10

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from argosy.errors import counted
+from argosy.observe.counters import NODE_TIER
 from argosy.plan.calibration import CALIBRATED_PARTS, PASSES, Reconciled, reconcile
 from argosy.plan.cost.breakdown import OF_TIME
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.hardware.devices import GIB
+from argosy.watch.columns import channels_in
 from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Advice, Alternative, Planner, is_enough, over
 
@@ -83,9 +85,7 @@ def exposed_communication(facts: RunFacts, planner: Planner) -> Advice | None:
         _try(other, facts)
         or "No other plan on these devices is predicted to be enough faster. A larger train.global_batch sends the "
         "same gradients for more tokens; so does a faster network between the ranks.",
-        _gain(other),
-        other.saves if other else None,
-        str(other.plan) if other else "",
+        *_taking(other),
         facts.over,
         {"share": share, "waits": waits},
     )
@@ -110,9 +110,7 @@ def pipeline_bubble(facts: RunFacts, planner: Planner) -> Advice | None:
         f"a step ({over(facts)}), passes and their waits take {seconds(_passes_s(facts))}, and the bubble "
         f"{seconds(share * facts.step_s)} by the schedule's formula.",
         _try(other, facts) or more,
-        _gain(other) or f"up to {percent(share)} of each step",
-        other.saves if other else share,
-        str(other.plan) if other else "",
+        *(_taking(other) if other else (f"up to {percent(share)} of each step", share, "")),
         facts.over,
         {"share": share, "microbatches": microbatches},
     )
@@ -130,9 +128,7 @@ def faster_plan(facts: RunFacts, planner: Planner) -> Advice | None:
         f'A step takes {seconds(facts.step_s)} with "{facts.plan}" ({over(facts)}); the planner, calibrated with these '
         f"steps, predicts {_step(other)} for the other.",
         _try(other, facts),
-        _gain(other),
-        other.saves,
-        str(other.plan),
+        *_taking(other),
         facts.over,
     )
 
@@ -243,9 +239,7 @@ def idle_devices(facts: RunFacts, planner: Planner) -> Advice | None:
         _try(other, facts)
         or "Where the time goes tells what they wait for; a larger microbatch or torch.compile gives them more to do "
         "at a time.",
-        _gain(other),
-        other.saves if other else None,
-        str(other.plan) if other else "",
+        *_taking(other),
         facts={"utilisation": used, "power_w": power},
     )
 
@@ -269,12 +263,10 @@ def _waits(facts: RunFacts, bubble_share: float) -> dict[str, float]:
     A stage waits along pp for the bubble too, which has a rule of its own.
     """
     waits = {}
-    for key in facts.keys("communication."):
-        if key.endswith(".0"):
-            _, axis, tier, _ = key.split(".")
-            over_the = "inside a machine" if tier == "node" else "over the network"
-            idle_s = bubble_share * facts.step_s if axis == "pp" else 0.0
-            waits[f"along {axis} {over_the}"] = facts.typical_mean(key) - idle_s
+    for axis, tier, key in channels_in(facts.keys("communication.")):
+        over_the = "inside a machine" if tier == NODE_TIER else "over the network"
+        idle_s = bubble_share * facts.step_s if axis == "pp" else 0.0
+        waits[f"along {axis} {over_the}"] = facts.typical_mean(key) - idle_s
     waits = {name: value for name, value in waits.items() if value > 0}
     return waits or {"for sums of gradients": facts.mean_s("communication")}
 
@@ -312,8 +304,11 @@ def _try(other: Alternative | None, facts: RunFacts) -> str:
     return f'Stop the run and go on with --plan "{other.plan}": it goes on from its checkpoint.{spares}'
 
 
-def _gain(other: Alternative | None) -> str:
-    return f"{_step(other)} in place of {seconds(other.now_s)}" if other else ""
+def _taking(other: Alternative | None) -> tuple[str, float | None, str]:
+    """Return what a plan gains, in words and as a share of the time, and the plan itself; nothing without one."""
+    if other is None:
+        return "", None, ""
+    return f"{_step(other)} in place of {seconds(other.now_s)}", other.saves, str(other.plan)
 
 
 NEARLY_FULL = 0.92
