@@ -26,6 +26,11 @@ def lines(tmp_path) -> JsonLines:
     return written
 
 
+def test_a_number_that_is_not_finite_is_null_in_lists_too(tmp_path):
+    JsonLines(tmp_path / "lines.jsonl").write({"own": [(3, [1.0, float("nan")])], "loss": float("inf")})
+    assert read_lines(tmp_path / "lines.jsonl") == [{"own": [[3, [1.0, None]]], "loss": None}]
+
+
 def test_what_was_written_is_read(lines):
     assert read_lines(lines.path) == RECORDS
 

@@ -10,7 +10,6 @@ Examples:
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 from dataclasses import dataclass, fields
@@ -85,6 +84,7 @@ def main(argv: list[str]) -> None:
 
 def _row(run: Launched) -> dict[str, Any]:
     """Return all that is known of a run, by key."""
+    from argosy.observe.records import finite
     from argosy.sync.layout import kept_in
     from argosy.watch import overview
     from argosy.watch.reader import RunTail
@@ -96,10 +96,7 @@ def _row(run: Launched) -> dict[str, Any]:
         known |= vars(overview.row_of(run.id, tail))
     except Exception as problem:  # whatever its files hold: the others are listed
         known["problem"] = f"{type(problem).__name__}: {problem}"[:200]
-    known |= {**vars(run), "folder": str(run.folder)}
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in known.items()
-    }
+    return finite({**known, **vars(run), "folder": str(run.folder)})
 
 
 def fitting(line: str) -> str:

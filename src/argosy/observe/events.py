@@ -5,7 +5,6 @@ flushed at once; and files of such lines, read from either end.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 import warnings
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO
 
 from argosy.credentials import redacted
 from argosy.errors import ArgosyWarning
-from argosy.observe.records import record_of
+from argosy.observe.records import finite, record_of
 
 EVENTS_READ_BYTES = 2**16
 """Bytes that are read at once, from the end of a file backwards."""
@@ -36,7 +35,7 @@ class JsonLines:
         A number that is not finite becomes null, since JSON has no word for it. A full disk is a warning: a run does
         not end because its records cannot be written.
         """
-        line = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+        line = json.dumps(finite(record), allow_nan=False).encode() + b"\n"
         try:
             self._append(line)
         except OSError as problem:
@@ -55,12 +54,6 @@ class JsonLines:
             except OSError:
                 file.truncate(end)  # a disk that became full took a part of the line
                 raise
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_cut_off(file: FileIO) -> bool:

@@ -8,6 +8,7 @@ another kind than expected counts as missing; in a list by rank, it leaves a nul
 from __future__ import annotations
 
 import json
+import math
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -66,6 +67,15 @@ def record_of(line: bytes, most_bytes: int = MOST_LINE_BYTES) -> Record | None:
     if any(each in line for each in _SURROGATES) or line.count(b"[") + line.count(b"{") > MANY_BRACKETS:
         return {encodable(key): _plain(value) for key, value in record.items()}
     return record
+
+
+def finite(value: Any) -> Any:
+    """Return a value with null for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def encodable(text: str) -> str:
