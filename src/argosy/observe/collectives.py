@@ -202,25 +202,27 @@ class CommunicationMeter:
                 channel.seconds, channel.sent, channel.is_used = 0.0, 0, False
         return found
 
-    def call(self, group: dist.ProcessGroup, sent: Sent, arguments: Arguments, call: Any, args: Any, kw: Any) -> Any:
+    def call(self, call: Any, args: Any, kw: Any, sent: Sent, arguments: Arguments) -> Any:
+        """Carry out a method of `ProcessGroup`, and count it."""
+        group, *others = args
         channel = self._channels.get(id(group)) or self._meet(group)
         start = self._mark(channel)
-        work = call(group, *args, **kw)
+        work = call(*args, **kw)
         self._took(channel, start)
         try:  # noqa: SIM105  a context manager takes longer, in every collective
-            channel.sent += round(sent(arguments(*args), group))
+            channel.sent += round(sent(arguments(*others), group))
         except Exception:  # torch has changed its arguments: the step goes on, without these bytes
             pass
         if work is not None:
             self._works[id(work)] = channel
         return work
 
-    def wait(self, work: dist.Work, wait: Any, args: Any, kw: Any) -> Any:
-        """Carry out `work.wait`, and count it."""
-        channel = self._works.pop(id(work), None)
-        return wait(work, *args, **kw) if channel is None else self._waited(channel, wait, (work, *args), kw)
+    def wait(self, call: Any, args: Any, kw: Any) -> Any:
+        """Carry out `Work.wait`, and count it."""
+        channel = self._works.pop(id(args[0]), None)
+        return call(*args, **kw) if channel is None else self._waited(channel, call, args, kw)
 
-    def call_functional(self, name: str, call: Any, args: Any, kw: Any) -> Any:
+    def call_functional(self, call: Any, args: Any, kw: Any, name: str) -> Any:
         """Carry out an operator of `FUNCTIONAL` or `FUSED_COLLECTIVES`, and count it: once, if it calls more."""
         if self._is_inside:
             return call(*args, **kw)
@@ -325,49 +327,26 @@ class _Doors:
     @classmethod
     def _replace_all(cls) -> None:
         for name, (operator, arguments) in METHODS.items():
-            cls._replaced.replace(dist.ProcessGroup, name, partial(_method, operator, arguments))
-        cls._replaced.replace(dist.Work, "wait", _wait)
+            count = partial(CommunicationMeter.call, sent=COLLECTIVES[operator][1], arguments=arguments)
+            cls._replaced.replace(dist.ProcessGroup, name, partial(_counted, count))
+        cls._replaced.replace(dist.Work, "wait", partial(_counted, CommunicationMeter.wait))
         operators = torch.ops._c10d_functional
         for owner, names in ((operators, FUNCTIONAL), (torch.ops.symm_mem, FUSED_COLLECTIVES)):
             for name in names:
+                count = partial(CommunicationMeter.call_functional, name=name)
                 if (packet := getattr(owner, name, None)) is not None:
                     for callee in (packet, packet.default):  # Python code calls the one, compiled code the other
-                        cls._replaced.replace(callee, "_op", partial(_operator, name))
+                        cls._replaced.replace(callee, "_op", partial(_counted, count))
         for callee in (operators.wait_tensor, operators.wait_tensor.default):
-            cls._replaced.replace(callee, "_op", _wait_tensor)
+            cls._replaced.replace(callee, "_op", partial(_counted, CommunicationMeter.wait_functional))
 
 
-def _method(operator: str, arguments: Arguments, call: Any) -> Any:
-    sent = COLLECTIVES[operator][1]
+def _counted(count: Callable[..., Any], call: Any) -> Any:
+    """Return what does `call`, by way of the meter that is on. count: the meter's method that carries it out."""
 
-    def counted(group: dist.ProcessGroup, *args: Any, **kw: Any) -> Any:
-        if (meter := _Doors.meter) is None:
-            return call(group, *args, **kw)
-        return meter.call(group, sent, arguments, call, args, kw)
-
-    return counted
-
-
-def _wait(call: Any) -> Any:
-    def counted(work: dist.Work, *args: Any, **kw: Any) -> Any:
-        meter = _Doors.meter
-        return call(work, *args, **kw) if meter is None else meter.wait(work, call, args, kw)
-
-    return counted
-
-
-def _operator(name: str, call: Any) -> Any:
     def counted(*args: Any, **kw: Any) -> Any:
         meter = _Doors.meter
-        return call(*args, **kw) if meter is None else meter.call_functional(name, call, args, kw)
-
-    return counted
-
-
-def _wait_tensor(call: Any) -> Any:
-    def counted(*args: Any, **kw: Any) -> Any:
-        meter = _Doors.meter
-        return call(*args, **kw) if meter is None else meter.wait_functional(call, args, kw)
+        return call(*args, **kw) if meter is None else count(meter, call, args, kw)
 
     return counted
 
