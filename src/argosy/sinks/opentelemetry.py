@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
-from argosy.sinks.sink import OF_EACH_RANK, About, Record, Sink, is_of_another_rank
+from argosy.sinks.sink import About, Record, Sink, is_repeated
 
 ROOT = "run"
 FROM_SECONDS = {"save": "save", "verified": "verify", "settled": "data"}
@@ -104,7 +104,7 @@ class OpenTelemetry(Sink):
 
     def events(self, records: Sequence[Record]) -> None:
         for record in records:
-            if not (record["event"] in OF_EACH_RANK and is_of_another_rank(record)):
+            if not is_repeated(record):
                 self._note(record["event"], record["time_s"], record)
 
     def rewind(self, step: int) -> None:

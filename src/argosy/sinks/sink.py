@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from argosy.watch.linefile import tells_of_the_run
+
 Record = dict[str, Any]
 """A line of one of the run's files, as it was written."""
 
@@ -93,14 +95,13 @@ OF_EACH_RANK = {"start", "resume", "end"}
 
 
 def is_noteworthy(event: Record) -> bool:
-    """Return True for an event that belongs beside the curves; of what every rank says, that of the first alone."""
-    return event.get("event") in NOTEWORTHY and not (event.get("event") in OF_EACH_RANK and is_of_another_rank(event))
+    """Return True for an event that belongs beside the curves."""
+    return event.get("event") in NOTEWORTHY and not is_repeated(event)
 
 
-def is_of_another_rank(event: Record) -> bool:
-    """Return True for an event of a rank that is not the first."""
-    process = event.get("process", "")
-    return process.startswith("rank-") and process != "rank-0"
+def is_repeated(event: Record) -> bool:
+    """Return True for an event that every rank writes, of a rank that is not the first."""
+    return event.get("event") in OF_EACH_RANK and not tells_of_the_run(event.get("process", ""))
 
 
 def step_values(record: Record) -> dict[str, float]:

@@ -25,6 +25,7 @@ from argosy.plan.plan import Plan
 from argosy.processes.child import Channel, ChannelClosed, channel_to_parent, end_with_parent
 from argosy.sinks.sink import About, Record, Sink
 from argosy.sinks.table import entry_of, file_name_of
+from argosy.watch.linefile import tells_of_the_run
 
 LINES_AT_ONCE = 2000
 """Most lines of a file that are taken at once: a long run that is read from its start must not fill the memory."""
@@ -103,7 +104,7 @@ class Feed:
     def _event_files(self) -> list[str]:
         files = sorted(path.name for path in (self._folder / "events").glob("*.jsonl"))
         if len(files) > MOST_FOLLOWED:
-            files = [name for name in files if not name.startswith("rank-") or name == "rank-0.jsonl"]
+            files = [name for name in files if tells_of_the_run(name.removesuffix(".jsonl"))]
         return [f"events/{name}" for name in files]
 
 
