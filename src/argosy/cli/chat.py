@@ -74,13 +74,8 @@ def main(argv: list[str]) -> int:
 
         model = load_model(options.path, options.plan, options.trust_code)
     with model:
-        ChatSession(
-            ChatModel(model, options.template),
-            options.system,
-            sampling,
-            sys.stdin.isatty() and not options.json,
-            options.json,
-        ).run()
+        is_terminal = sys.stdin.isatty() and not options.json
+        ChatSession(ChatModel(model, options.template), options.system, sampling, is_terminal, options.json).run()
     return 0
 
 

@@ -168,14 +168,7 @@ class ImportOptions:
 
 
 def main(argv: list[str]) -> int:
-    actions = {
-        "list": _list,
-        "verify": _verify,
-        "prune": _prune,
-        "export": _export,
-        "import": _import,
-        "merge": _merge,
-    }
+    actions = {"list": _list, "verify": _verify, "prune": _prune, "export": _export, "import": _import, "merge": _merge}
     return act("checkpoint", actions, argv)
 
 
@@ -195,12 +188,8 @@ def _list(argv: list[str]) -> int:
     if not checkpoints and not (options.path / "run.toml").is_file():
         return _list_adapters(options)
     rows = list(map(_listed, checkpoints))
-    answer(
-        options.json,
-        "checkpoint-list",
-        "\n".join(map(_line, rows)) or f"{options.path}: no committed checkpoint",
-        *rows,
-    )
+    words = "\n".join(map(_line, rows)) or f"{options.path}: no committed checkpoint"
+    answer(options.json, "checkpoint-list", words, *rows)
     return 0
 
 
@@ -227,12 +216,8 @@ def _list_adapters(options: LookOptions) -> int:
     if not any(options.path.glob("*/run.toml")):
         raise UserError(f"{options.path}: neither a run nor a checkpoint. Give a run's folder, such as runs/NAME.")
     found = adapters_in(options.path)
-    answer(
-        options.json,
-        "checkpoint-list-adapters",
-        "\n".join(map(line, found)) or f"{options.path}: no run there trains an adapter",
-        *found,
-    )
+    words = "\n".join(map(line, found)) or f"{options.path}: no run there trains an adapter"
+    answer(options.json, "checkpoint-list-adapters", words, *found)
     return 0
 
 
@@ -277,24 +262,21 @@ def _verify(argv: list[str]) -> int:
     checkpoints = _checkpoints(options.path)
     if not checkpoints:
         raise UserError(f"{options.path}: no committed checkpoint there. Give a run's folder or one checkpoint.")
-    problems: dict[str, str | None] = {}
+    is_damaged = False
     for checkpoint in checkpoints:
+        name = checkpoint.folder.name
         try:
             checkpoint.verify()
-            problems[checkpoint.folder.name] = problem = incomplete(checkpoint)
+            problem = incomplete(checkpoint)
             with suppress(OSError):  # a copy that may only be read is as whole
                 if problem is None:
                     checkpoint.mark_verified()
         except DamagedCheckpoint as damage:
-            problems[checkpoint.folder.name] = str(damage)
-        name, problem = checkpoint.folder.name, problems[checkpoint.folder.name]
-        answer(
-            options.json,
-            "checkpoint-verify",
-            problem or f"{name}: whole",
-            VerifiedCheckpoint(name, problem is None, problem),
-        )
-    return 1 if any(problems.values()) else 0
+            problem = str(damage)
+        is_damaged |= problem is not None
+        verified = VerifiedCheckpoint(name, problem is None, problem)
+        answer(options.json, "checkpoint-verify", problem or f"{name}: whole", verified)
+    return int(is_damaged)
 
 
 def _prune(argv: list[str]) -> int:

@@ -72,16 +72,10 @@ def main(argv: list[str]) -> int:
 def _in_words(found: Parity) -> str:
     from argosy.compare.parity import limits
 
-    differences = found.differences
-    beyond = {} if found.tolerance is None else differences.beyond(found.tolerance)
+    beyond = {} if found.tolerance is None else found.differences.beyond(found.tolerance)
     limit = {} if found.tolerance is None else limits(found.tolerance)
-    rows = {
-        "loss": differences.loss,
-        "grad_norm": differences.grad_norm,
-        "weights": differences.weights,
-    }
     lines = [f"{found.plan}  against  {found.reference}, {counted(found.steps, 'step')}; largest relative difference:"]
-    for name, difference in rows.items():
+    for name, difference in vars(found.differences).items():
         within = f" (limit {limit[name]:.0e})" if limit else ""
         mark = "   beyond its limit" if name in beyond else ""
         lines.append(f"  {name:9}  {difference.relative:.1e}{within}  at {difference.where}{mark}")

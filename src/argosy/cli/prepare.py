@@ -21,7 +21,7 @@ from __future__ import annotations
 import signal
 import sys
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -193,8 +193,7 @@ def _would(options: Options, config: Positional) -> DryRun:
 def _machines(options: Options) -> LaunchOptions:
     if options.cpus < 1:
         raise UserError(f"--cpus {options.cpus}: each worker needs one at least. Try --cpus 1.")
-    asked = {field.name: getattr(options, field.name) for field in fields(ClusterOptions)}
-    return LaunchOptions(on=options.on, cpus_per_node=options.cpus if options.cpus > 1 else 0, **asked)
+    return options.launch_options(on=options.on, cpus_per_node=options.cpus if options.cpus > 1 else 0)
 
 
 def _stop(number: int, _: object) -> NoReturn:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +23,7 @@ import tyro
 
 from argosy.cli.documents import DryRun, answer, show_dry_run
 from argosy.cli.options import PrintJson, parse
-from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
+from argosy.config.launch import ClusterOptions, EngineName
 from argosy.errors import RunFailed
 from argosy.observe.terminal import lasting_output
 
@@ -61,8 +61,7 @@ def main(argv: list[str]) -> None:
 
     sweep = load_sweep(options.sweep)
     folder = (options.sweep_dir or Path("sweeps") / sweep.config.name).absolute()
-    asked = {field.name: getattr(options, field.name) for field in fields(ClusterOptions)}
-    where = LaunchOptions(on=options.on, gpus_per_node=options.gpus_per_trial, **asked)
+    where = options.launch_options(on=options.on, gpus_per_node=options.gpus_per_trial)
     if options.dry_run:
         show_dry_run(DryRun(tuple(would_sweep(sweep, folder, where)), folder), options.json)
         return

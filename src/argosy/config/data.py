@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import tyro
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema, model_validator
 
 from argosy.config.section import Section
 
@@ -158,7 +150,15 @@ class PrepareConfig(Section):
 
     @model_validator(mode="after")
     def _fits_conversations(self) -> Self:
-        check_conversations(self)
+        if not self.has_conversations:
+            return self
+        if self.max_text_bytes is not None:
+            raise ValueError("max_text_bytes would cut a conversation anywhere; leave it out, or give fewer files")
+        duplicates = self.filters.duplicates
+        if duplicates == "drop_near" or self.filters != FiltersConfig(duplicates=duplicates):
+            raise ValueError(
+                'filters judge text, not conversations; only filters.duplicates = "drop_exact" works on them'
+            )
         return self
 
     @property
@@ -173,18 +173,6 @@ class PrepareConfig(Section):
                 "for each, in the same order"
             )
         return self
-
-
-def check_conversations(config: PrepareConfig) -> None:
-    """Raise ValueError if keys that work on text are set for conversations."""
-    if not config.has_conversations:
-        return
-    if config.max_text_bytes is not None:
-        raise ValueError("max_text_bytes would cut a conversation anywhere; leave it out, or give fewer files")
-    if config.filters.duplicates == "drop_near" or config.filters != FiltersConfig(
-        duplicates=config.filters.duplicates
-    ):
-        raise ValueError('filters judge text, not conversations; only filters.duplicates = "drop_exact" works on them')
 
 
 def by_option(text: str, of_run: bool = False) -> str:

@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.section import Section
 from argosy.errors import UserError
@@ -209,6 +202,10 @@ class ClusterOptions:
     """Lines that are passed through. slurm: options of sbatch. ssh: of ssh. ray: of `ray job submit`. kubernetes: JSON,
     merged into the pod's spec. On the command line --extra=--constraint=h100, again for another line; in a site's table
     extra = ["--constraint=h100"]."""
+
+    def launch_options(self, **others: Any) -> LaunchOptions:
+        """Return these options with others, of a job."""
+        return LaunchOptions(**{field.name: getattr(self, field.name) for field in fields(ClusterOptions)}, **others)
 
 
 @dataclass(frozen=True, kw_only=True)

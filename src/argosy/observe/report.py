@@ -6,6 +6,7 @@ import statistics
 import textwrap
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from argosy.plan.calibration import Reconciled
 from argosy.plan.cost.estimate import gib, table_in_html
 
 REPORT_COLUMNS = 80
+_wrapped = partial(textwrap.wrap, width=REPORT_COLUMNS, subsequent_indent="      ")
 SLOW_STEP = 3.0
 """A step that took so many times the median compiled, evaluated or was disturbed."""
 DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
@@ -120,12 +122,10 @@ class Report(BaseModel):
         lines = [
             f"done: {self.steps} steps, {tokens} in {steps_s} of steps ({duration(self.wall_s)} since the first start)",
             f"      {self.tokens_per_s:.0f} tok/s   {mfu_in_words(self.mfu)}{first_step}",
-            *textwrap.wrap(f"time: {where}", REPORT_COLUMNS, subsequent_indent="      "),
+            *_wrapped(f"time: {where}"),
         ]
         if self.sync is not None:
-            lines += textwrap.wrap(
-                f"between replicas: {self.sync.in_words()}", REPORT_COLUMNS, subsequent_indent="      "
-            )
+            lines += _wrapped(f"between replicas: {self.sync.in_words()}")
         if self.validation and "accuracy" in self.validation:
             loss, accuracy = self.validation["loss"], self.validation["accuracy"]
             lines.append(f"validation: {accuracy:.1%} of pairs told apart (loss {loss:.3f})")
@@ -136,9 +136,9 @@ class Report(BaseModel):
                 f"{self.validation['unigram_bits_per_byte']:.3f}"
             )
         for task, metrics in (self.tasks or {}).items():
-            lines += textwrap.wrap(task_in_words(task, metrics), REPORT_COLUMNS, subsequent_indent="      ")
+            lines += _wrapped(task_in_words(task, metrics))
         if self.energy is not None:
-            lines += textwrap.wrap(self.energy.in_words(), REPORT_COLUMNS, subsequent_indent="      ")
+            lines += _wrapped(self.energy.in_words())
         if self.predicted is not None:
             lines.append(self.predicted.in_words())
         lines += [f"not deterministic: {what}; no replay gives these numbers again" for what in self.not_deterministic]

@@ -106,7 +106,7 @@ class Result:
         return ["importance: " + ", ".join(f"{self._name(key)} {share:.0%}" for key, share in shares)]
 
     def _remark(self, trial: Trial) -> str:
-        if self.best is not None and trial.number == self.best.number:
+        if trial == self.best:
             return "best"
         same = "" if trial.same_as is None else f"as {trial.same_as:04d}"
         if trial.state == "failed":
@@ -228,13 +228,10 @@ def plot(sweep: Sweep, trials: Sequence[Trial], best: Trial | None) -> str:
         panels.append(_panel(parameter.key, metric, x, y, [(_x(parameter, x, t), t) for t in shown], best))
     columns = min(PANEL_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    width, height = (
-        columns * (PANEL_WIDTH + PANEL_MARGIN + PANEL_GAP),
-        rows * (PANEL_HEIGHT + PANEL_MARGIN + PANEL_GAP) + 24,
-    )
+    across, down = PANEL_WIDTH + PANEL_MARGIN + PANEL_GAP, PANEL_HEIGHT + PANEL_MARGIN + PANEL_GAP
+    width, height = columns * across, rows * down + 24
     placed = [
-        f'<g transform="translate({at % columns * (PANEL_WIDTH + PANEL_MARGIN + PANEL_GAP) + PANEL_MARGIN},'
-        f'{at // columns * (PANEL_HEIGHT + PANEL_MARGIN + PANEL_GAP) + 36})">{panel}</g>'
+        f'<g transform="translate({at % columns * across + PANEL_MARGIN},{at // columns * down + 36})">{panel}</g>'
         for at, panel in enumerate(panels)
     ]
     title = escape(f"sweep {sweep.config.name}: {sweep.config.direction} {metric}")
@@ -258,15 +255,13 @@ def _panel(name: str, metric: str, x: Axis, y: Axis, points: Sequence[tuple[floa
         down = (1 - at) * PANEL_HEIGHT
         parts.append(f'<text x="-5" y="{down + 4:.1f}" text-anchor="end" fill="#475569">{escape(text)}</text>')
     parts.append(f'<text x="{PANEL_WIDTH / 2}" y="{PANEL_HEIGHT + 30}" text-anchor="middle">{escape(name)}</text>')
-    ordered = sorted(points, key=lambda point: best is not None and point[1].number == best.number)
-    for value, trial in ordered:
+    for value, trial in sorted(points, key=lambda point: point[1] == best):
         assert trial.metric is not None
-        is_best = best is not None and trial.number == best.number
-        colour = TRIAL_COLOURS["best" if is_best else trial.state]
+        colour = TRIAL_COLOURS["best" if trial == best else trial.state]
         about = escape(f"trial {trial.number:04d}: {metric} {trial.metric:.6g}, {name} {short(value)}")
         parts.append(
             f'<circle cx="{x.place(value) * PANEL_WIDTH:.1f}" cy="{(1 - y.place(trial.metric)) * PANEL_HEIGHT:.1f}" '
-            f'r="{DOT + 2 * is_best}" fill="{colour}" fill-opacity="0.8"><title>{about}</title></circle>'
+            f'r="{DOT + 2 * (trial == best)}" fill="{colour}" fill-opacity="0.8"><title>{about}</title></circle>'
         )
     return "".join(parts)
 

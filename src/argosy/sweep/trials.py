@@ -317,7 +317,6 @@ class Trials:
 
 SHARE_OF_STEPS = 0.1
 """The metric of steps is the mean over so many of the last ones."""
-"""Keys, and the table, of an evaluation's line."""
 DIVERGED = "diverged"
 """Begins the reason of a trial whose numbers are no longer finite."""
 TRIAL_LOG_BYTES = 4096

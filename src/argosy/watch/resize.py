@@ -23,13 +23,7 @@ from argosy.plan.cost.economy import comparable_costs, price_per_device_h
 from argosy.plan.cost.estimate import Estimate, count, propagate, seconds, within
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import NUMERICS, Plan
-from argosy.plan.report.explain import (
-    Reliability,
-    reliability,
-    shown_stops,
-    spares_in_words,
-    stops_in_words,
-)
+from argosy.plan.report.explain import Reliability, reliability, shown_stops, spares_in_words, stops_in_words
 from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.terminal import console_of, plans_table, stops_table
 from argosy.plan.report.within import best_by_size

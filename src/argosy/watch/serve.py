@@ -25,11 +25,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from argosy.config.launch import OWN_HOSTS, host_of, is_loopback
-from argosy.watch.http import (
-    MOST_CONNECTIONS,
-    MOST_HTTP_HEADER_BYTES,
-    PatientProtocol,
-)
+from argosy.watch.http import MOST_CONNECTIONS, MOST_HTTP_HEADER_BYTES, PatientProtocol
 from argosy.watch.library import Library
 from argosy.watch.server import Api, failed_answer
 
