@@ -360,7 +360,10 @@ def test_an_export_that_fails_leaves_nothing(small, build, tmp_path):
         ({"family": "mixtral"}, "moe.experts = 0 and model.family = mixtral.*llama or qwen3"),
         (MIXTRAL | {"moe": EXPERTS | {"balance": "bias"}}, 'moe.balance = "bias".*computes as with "aux"'),
         (DEEPSEEK | {"norm_eps": 1e-5}, "norm_eps = 1e-05 .*computes as with 1e-06"),
-        (DEEPSEEK | {"moe": DEEPSEEK["moe"] | {"shared_experts": 0}}, "shared_experts = 0.*the class wants both"),
+        (
+            DEEPSEEK | {"moe": DEEPSEEK["moe"] | {"shared_experts": 0}},
+            "shared_experts = 0.*wants mla.kv_rank and moe.shared_experts above",
+        ),
         ({"heads": 5, "kv_heads": 5}, "width = 48 is not a multiple of model.heads = 5"),
     ],
 )

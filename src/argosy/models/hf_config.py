@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,12 +130,12 @@ def _refuse_sizes_of_other_classes(config: ModelConfig) -> None:
             f"model.width = {config.width} is not a multiple of model.heads = {config.heads}, which "
             f"LlamaForCausalLM refuses whatever head_width is. Choose sizes that divide, or the family qwen3."
         )
-    if "moe.experts" in family.needs and not config.moe.experts:
+    if family.has_experts and not config.moe.experts:
         raise UserError(f"model.moe.experts = 0 and model.family = {name}: a dense model. Export as llama or qwen3.")
     if missing := [field for field in family.needs if not value_of(config, field)]:
         raise UserError(
             f"{', '.join(f'model.{field} = {value_of(config, field)}' for field in missing)} and model.family = "
-            f"{name}: the class wants both {' and '.join(family.needs[1:])}. Choose another family."
+            f"{name}: the class wants {' and '.join(family.needs)} above 0. Choose another family."
         )
 
 
@@ -208,19 +208,19 @@ def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig
     if "rope_parameters" in written:
         given["rope_scaling"] = written.get("rope_scaling")
     _refuse_what_differs(values, given, known, file)
-    for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", theirs["ffn_width"], "vocab_size"):
-        if key not in given:
-            raise UserError(f"{file}: {key} is missing. Add it, as the model's authors give it.")
+    _require(
+        ("hidden_size", "num_attention_heads", "num_hidden_layers", theirs["ffn_width"], "vocab_size"), given, file
+    )
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     if "qk_rope_head_dim" in given:
         given["head_dim"] = given["qk_rope_head_dim"]
     given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
-    _require(theirs, given, file)
+    _require(sorted(theirs.values()), given, file)
     found = {ours: given[key] for ours, key in theirs.items()} | known.fixed
     found |= {ours: rule(given) for ours, rule in known.derived.items()}
     for ours, form in known.converted.items():
         found[ours] = form.read(values[form.key] if form.key in values else given.get(form.key))
-    if "intermediate_size" in theirs.values() and known.needs and "moe.expert_ffn_width" in theirs:
+    if "intermediate_size" in theirs.values() and "moe.expert_ffn_width" in theirs:
         found["moe.expert_ffn_width"] = given[theirs["moe.expert_ffn_width"]]
     found |= layers_from_json(values, given, known, file)
     try:
@@ -231,9 +231,10 @@ def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig
         raise _refusal(error, theirs | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"], file) from None
 
 
-def _require(theirs: Mapping[str, str], given: Mapping[str, Any], file: Path | str) -> None:
-    if missing := sorted({key for key in theirs.values() if key not in given}):
-        raise UserError(f"{file}: {missing[0]} is missing. Add it, as the model's authors give it.")
+def _require(keys: Iterable[str], given: Mapping[str, Any], file: Path | str) -> None:
+    for key in keys:
+        if key not in given:
+            raise UserError(f"{file}: {key} is missing. Add it, as the model's authors give it.")
 
 
 class PerLayerJson(BaseModel):

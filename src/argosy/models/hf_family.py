@@ -162,7 +162,7 @@ class Family:
     aliases: dict[str, str] = field(default_factory=dict)
     """Keys of other versions -> the key in `keys`."""
     needs: tuple[str, ...] = ()
-    """Fields that may not be 0."""
+    """Fields that may not be 0, beside the number of experts if the class has a key for it."""
     skipped: str = ""
     """Weights that are ignored on import, by how their names begin."""
     copies: dict[str, str] = field(default_factory=dict)
@@ -194,6 +194,10 @@ class Family:
     """Keys of the rotary embedding that change nothing for text."""
 
     @property
+    def has_experts(self) -> bool:
+        return "moe.experts" in self.keys
+
+    @property
     def window_key(self) -> str:
         """The key of the tokens that a window has."""
         return "sliding_window" if self.window_kind == "sliding" else "attention_chunk_size"
@@ -209,6 +213,8 @@ class Family:
         return {FULL_ATTENTION: "full", **between}
 
 
+EXPERTS_UP = ("blocks.*.mlp.experts.gate", "blocks.*.mlp.experts.up")
+"""The matrices that lead into experts, which most classes keep in one tensor."""
 FURTHER = Converted("num_nextn_predict_layers", lambda value: value or 0, lambda value: value)
 """The number of modules of multi-token prediction."""
 

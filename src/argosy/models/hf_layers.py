@@ -257,7 +257,7 @@ def rope_from_json(
         sliding = rope.get("sliding_attention") or {}
         rope = rope["full_attention"]
         section += ".full_attention"
-    theta, scaling, partial = _one_rope(rope, given, bool(family.needs and found.get("mla.kv_rank")), section, file)
+    theta, scaling, partial = _one_rope(rope, given, bool(found.get("mla.kv_rank")), section, file)
     values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": RopeScaling.model_validate(scaling)}
     partial = partial or given.get("partial_rotary_factor", family.partial) or 1.0
     if partial != 1.0 and family.partial is None:

@@ -8,6 +8,7 @@ from argosy.models.hf_dense import GRANITE, GRANITE_DEFAULTS, GRANITE_FAMILY
 from argosy.models.hf_family import (
     DEEPSEEK_NAMES,
     EXPERT_NAMES,
+    EXPERTS_UP,
     FURTHER,
     FURTHER_COPIES,
     FURTHER_NAMES,
@@ -98,7 +99,7 @@ DEEPSEEK_V3 = Family(
     },
     names=EXPERT_NAMES | DEEPSEEK_NAMES | FURTHER_NAMES,
     aliases={"num_local_experts": "n_routed_experts"},
-    needs=("moe.experts", "mla.kv_rank", "moe.shared_experts"),
+    needs=("mla.kv_rank", "moe.shared_experts"),
     copies=FURTHER_COPIES,
     rotary="pairs",
 )
@@ -118,7 +119,6 @@ MIXTURES = {
         },
         names=MIXTRAL_NAMES,
         aliases={"num_experts": "num_local_experts"},
-        needs=("moe.experts",),
         windows=all_sliding,
         lists_layers=False,
     ),
@@ -142,7 +142,6 @@ MIXTURES = {
         },
         names=EXPERT_NAMES | SHARED_NAMES,
         aliases={"num_local_experts": "num_experts"},
-        needs=("moe.experts",),
         windows=none_sliding,
     ),
     "qwen3_moe": Family(
@@ -162,7 +161,6 @@ MIXTURES = {
         },
         names=EXPERT_NAMES,
         aliases={"num_local_experts": "num_experts"},
-        needs=("moe.experts",),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -179,7 +177,6 @@ MIXTURES = {
         },
         names=EXPERT_NAMES,
         aliases={"num_local_experts": "num_experts"},
-        needs=("moe.experts",),
     ),
     "granitemoe": replace(
         GRANITE_FAMILY,
@@ -192,11 +189,8 @@ MIXTURES = {
             "blocks.*.mlp.experts.down": "model.layers.*.block_sparse_moe.output_linear.weight",
         },
         fused={
-            "model.layers.*.block_sparse_moe.input_linear.weight": FusedTensor(
-                ("blocks.*.mlp.experts.gate", "blocks.*.mlp.experts.up"), "expert_rows"
-            )
+            "model.layers.*.block_sparse_moe.input_linear.weight": FusedTensor(EXPERTS_UP, "expert_rows"),
         },
-        needs=("moe.experts",),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -237,16 +231,13 @@ MIXTURES = {
             "blocks.*.mlp.experts.down_bias": "model.layers.*.mlp.experts.down_proj_bias",
         },
         fused={
-            "model.layers.*.mlp.experts.gate_up_proj": FusedTensor(
-                ("blocks.*.mlp.experts.gate", "blocks.*.mlp.experts.up"), "interleaved"
-            ),
+            "model.layers.*.mlp.experts.gate_up_proj": FusedTensor(EXPERTS_UP, "interleaved"),
             "model.layers.*.mlp.experts.gate_up_proj_bias": FusedTensor(
                 ("blocks.*.mlp.experts.gate_bias", "blocks.*.mlp.experts.up_bias"), "interleaved"
             ),
             "model.layers.*.mlp.experts.down_proj": FusedTensor(("blocks.*.mlp.experts.down",), "interleaved"),
         },
         aliases={"num_experts": "num_local_experts"},
-        needs=("moe.experts",),
         windows=every(2),
     ),
     "glm4_moe": Family(
@@ -271,7 +262,7 @@ MIXTURES = {
         },
         names=EXPERT_NAMES | DEEPSEEK_EXPERT_NAMES | FURTHER_NAMES,
         aliases={"num_local_experts": "n_routed_experts"},
-        needs=("moe.experts", "moe.shared_experts"),
+        needs=("moe.shared_experts",),
         copies=FURTHER_COPIES,
         partial=0.5,
     ),
@@ -293,7 +284,7 @@ MIXTURES = {
         },
         names=EXPERT_NAMES | DEEPSEEK_EXPERT_NAMES,
         aliases={"num_local_experts": "n_routed_experts"},
-        needs=("moe.experts", "moe.shared_experts"),
+        needs=("moe.shared_experts",),
         windows=from_the_last,
     ),
     "deepseek_v2": replace(

@@ -14,6 +14,7 @@ from argosy.models.hf_family import (
     CHUNKED_ATTENTION,
     DEEPSEEK_NAMES,
     EXPERT_NAMES,
+    EXPERTS_UP,
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     Converted,
@@ -167,7 +168,6 @@ UNEVEN_FAMILIES = {
             "blocks.*.attention.sinks": "model.layers.*.self_attn.attention_sink_bias",
         },
         aliases={"num_local_experts": "n_routed_experts"},
-        needs=("moe.experts",),
         skipped="model.mtp.",
         partial=0.334,
         windows=first_and_sixth_full,
@@ -220,7 +220,6 @@ UNEVEN_FAMILIES = {
             "blocks.*.mlp.router.bias": "model.layers.*.mlp.experts.e_score_correction_bias",
         },
         aliases={"num_local_experts": "num_experts"},
-        needs=("moe.experts",),
         partial=1.0,
         windows=none_sliding,
         nests_rope=True,
@@ -316,15 +315,12 @@ UNEVEN_FAMILIES = {
         | {"blocks.*.mlp.router": "model.layers.*.feed_forward.router"}
         | {n: t.replace(".mlp.", ".feed_forward.") for n, t in SHARED_NAMES.items() if ".shared." in n},
         fused={
-            "model.layers.*.feed_forward.experts.gate_up_proj": FusedTensor(
-                ("blocks.*.mlp.experts.gate", "blocks.*.mlp.experts.up"), "expert_columns"
-            ),
+            "model.layers.*.feed_forward.experts.gate_up_proj": FusedTensor(EXPERTS_UP, "expert_columns"),
             "model.layers.*.feed_forward.experts.down_proj": FusedTensor(
                 ("blocks.*.mlp.experts.down",), "expert_columns"
             ),
         },
         aliases={"num_experts": "num_local_experts"},
-        needs=("moe.experts",),
         rotary="pairs",
         window_kind="chunked",
         windows=chunked_where_rotated,
@@ -422,7 +418,6 @@ LINEAR_FAMILIES = {
             ),
         },
         aliases={"num_local_experts": "num_experts"},
-        needs=("moe.experts",),
         skipped="mtp.",
         partial=0.25,
         windows=linear_between,
@@ -443,6 +438,5 @@ LINEAR_FAMILIES = {
         | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": None},  # of dense layers: there are none
         names=QWEN3_5.names | EXPERT_NAMES | SHARED_NAMES,
         aliases={"num_local_experts": "num_experts"},
-        needs=("moe.experts",),
     ),
 }
