@@ -27,7 +27,7 @@ from argosy.models.lazy_weights import LazyWeights
 from argosy.models.rope import rotary_frequencies
 from argosy.models.tensor_file import bytes_of
 from argosy.plan.layer_spec import RopeSpec, layer_spec
-from argosy.plan.parameters import shared_width
+from argosy.plan.parameters import shared_width, state_table
 
 GGUF_BLOCK = 32
 """Numbers that share a scale in Q8_0 and Q4_0."""
@@ -169,7 +169,7 @@ def export_gguf(
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch.name]])
     _add_metadata(writer, config, arch, kind, name)
     add_tokenizer(writer, tokenizer_dir, config.vocab_size, eod_id)
-    tensors = {_name_of(ours, arch): ours for ours in weights if not ours.startswith("mtp.") and _is_in(ours, config)}
+    tensors = {_name_of(ours, arch): ours for ours in state_table(config)}
     formats = {theirs: _format(ours, weights.shape(ours), kind) for theirs, ours in tensors.items()}
     factors = _rotary_factors(config)
     if factors is not None:
@@ -264,11 +264,6 @@ def _format(ours: str, shape: Sequence[int], kind: GgufType) -> Any:
     if kind in ("q8_0", "q4_0") and shape[-1] % GGUF_BLOCK:  # llama.cpp's own tools fall back so too
         return Types.F16
     return Types.Q8_0 if kind == "q4_0" and _module(ours) in AT_THE_ENDS else Types[kind.upper()]
-
-
-def _is_in(ours: str, config: ModelConfig) -> bool:
-    """Return True for a tensor of the model as it generates."""
-    return not ours.startswith("blocks.") or int(ours.split(".")[1]) < config.layers
 
 
 def _module(ours: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -43,17 +44,10 @@ class LazyWeights(Mapping[str, Tensor]):
     def in_parts(self, name: str) -> Iterator[Tensor]:
         """Yield a weight's rows in order, some at a time."""
         shape = self.shape(name)
-        row_bytes = torch.empty(shape[1:], device="meta").numel() * self.dtype(name).itemsize
-        at_once = (
-            max(1, TENSOR_READ_BYTES // max(1, row_bytes))
-            if shape and self.has_rows(name)
-            else shape[0]
-            if shape
-            else 1
-        )
-        if not shape or at_once >= shape[0]:
+        if not shape or not self.has_rows(name):
             yield self[name]
             return
+        at_once = max(1, TENSOR_READ_BYTES // max(1, math.prod(shape[1:]) * self.dtype(name).itemsize))
         for first in range(0, shape[0], at_once):
             yield self.rows(name, first, min(at_once, shape[0] - first))
 

@@ -11,7 +11,7 @@ scale is the largest magnitude over half the range (round-to-nearest; Frantar et
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,68 +37,50 @@ BIAS = 127
 
 
 @dataclass(frozen=True)
-class Fp8Tensor:
-    """A matrix in fp8 blocks; read as `StoredTensor` is."""
+class DequantisedTensor:
+    """A tensor that is stored quantised; read as `StoredTensor` is."""
 
-    weight: StoredTensor
-    scale: StoredTensor
-    block: tuple[int, int]
-    """Rows and columns of a block."""
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], Tensor]
+    """Returns so many of its rows from the first of them on, in bf16."""
     code = "BF16"
 
-    @property
-    def file(self) -> str:
-        return self.weight.file
-
-    @property
-    def name(self) -> str:
-        return self.weight.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
-        rows, columns = self.block
-        count = self.shape[0] if count is None else count
-        scales = self.scale.read().float().repeat_interleave(columns, 1)[:, : self.shape[1]]
-        out = torch.empty(count, self.shape[1], dtype=torch.bfloat16)
+        return self.rows(first, self.shape[0] if count is None else count)
+
+
+def _of_fp8(weight: StoredTensor, scale: StoredTensor, block: tuple[int, int]) -> DequantisedTensor:
+    """Return the numbers of a matrix in fp8. block: rows and columns of a block."""
+
+    def read(first: int, count: int) -> Tensor:
+        scales = scale.read().float().repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+        out = torch.empty(count, weight.shape[1], dtype=torch.bfloat16)
         for start in range(0, count, QUANTISE_ROWS):
             end = min(start + QUANTISE_ROWS, count)
-            numbers = self.weight.read(first + start, end - start).float()
-            out[start:end] = numbers * scales[torch.arange(first + start, first + end) // rows]
+            numbers = weight.read(first + start, end - start).float()
+            out[start:end] = numbers * scales[torch.arange(first + start, first + end) // block[0]]
         return out
 
+    return DequantisedTensor(weight.file, weight.name, weight.shape, read)
 
-@dataclass(frozen=True)
-class Mxfp4Tensor:
-    """A stack of matrices in MXFP4, transposed in store; read as `StoredTensor` is."""
 
-    blocks: StoredTensor
-    """[E, columns, rows / 32, 16] bytes."""
-    scales: StoredTensor
-    """[E, columns, rows / 32] bytes: exponents."""
-    code = "BF16"
+def _of_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> DequantisedTensor:
+    """Return the numbers of a stack of matrices in MXFP4, transposed in store.
 
-    @property
-    def file(self) -> str:
-        return self.blocks.file
+    blocks: [E, columns, rows / 32, 16] bytes; scales: [E, columns, rows / 32] bytes, exponents.
+    """
+    stack, columns, many, pairs = blocks.shape
+    shape = (stack, many * pairs * 2, columns)
 
-    @property
-    def name(self) -> str:
-        return self.blocks.name.removesuffix(BLOCKS_SUFFIX)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        stack, columns, blocks, pairs = self.blocks.shape
-        return (stack, blocks * pairs * 2, columns)
-
-    def read(self, first: int = 0, count: int | None = None) -> Tensor:
-        count = self.shape[0] if count is None else count
-        out = torch.empty(count, *self.shape[1:], dtype=torch.bfloat16)
+    def read(first: int, count: int) -> Tensor:
+        out = torch.empty(count, *shape[1:], dtype=torch.bfloat16)
         for i in range(count):  # one matrix at a time: the indices take four times its memory
-            out[i] = _unpacked(self.blocks.read(first + i, 1)[0], self.scales.read(first + i, 1)[0]).T
+            out[i] = _unpacked(blocks.read(first + i, 1)[0], scales.read(first + i, 1)[0]).T
         return out
+
+    return DequantisedTensor(blocks.file, blocks.name.removesuffix(BLOCKS_SUFFIX), shape, read)
 
 
 def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -109,7 +91,7 @@ def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(out, scales.int()[..., None] - BIAS).flatten(1)
 
 
-Stored = StoredTensor | Fp8Tensor | Mxfp4Tensor
+Stored = StoredTensor | DequantisedTensor
 
 
 def check_quantization(settings: Mapping[str, Any], file: Path | str) -> None:
@@ -133,23 +115,18 @@ def dequantised(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
     found: dict[str, Stored] = {}
     is_fp8 = settings.get("quant_method") == "fp8"
     for name, tensor in stored.items():
-        if is_fp8 and name.endswith(SCALES_FP8) and name.removesuffix(SCALES_FP8) in stored:
-            continue
-        if (
-            not is_fp8
-            and name.endswith(SCALES_SUFFIX)
-            and f"{name.removesuffix(SCALES_SUFFIX)}{BLOCKS_SUFFIX}" in stored
-        ):
+        suffix, quantised = (SCALES_FP8, "") if is_fp8 else (SCALES_SUFFIX, BLOCKS_SUFFIX)
+        if name.endswith(suffix) and name.removesuffix(suffix) + quantised in stored:
             continue
         if is_fp8 and tensor.code == "F8_E4M3":
             rows, columns = settings["weight_block_size"]
             shape = tuple(-(-n // size) for n, size in zip(tensor.shape, (rows, columns), strict=False))
-            found[name] = Fp8Tensor(tensor, _scales(stored, name + SCALES_FP8, tensor, shape), (rows, columns))
+            found[name] = _of_fp8(tensor, _scales(stored, name + SCALES_FP8, tensor, shape), (rows, columns))
         elif not is_fp8 and name.endswith(BLOCKS_SUFFIX):
             if tensor.code != "U8" or len(tensor.shape) != 4 or tensor.shape[-1] != 16:
                 refuse(tensor.file, name, list(tensor.shape), "MXFP4 blocks are 16 bytes each, in four dims")
             scales = _scales(stored, name.removesuffix(BLOCKS_SUFFIX) + SCALES_SUFFIX, tensor, tensor.shape[:-1])
-            whole = Mxfp4Tensor(tensor, scales)
+            whole = _of_mxfp4(tensor, scales)
             found[whole.name] = whole
         else:
             found[name] = tensor
