@@ -15,7 +15,7 @@ from argosy.models.decoder import Block, Decoder
 from argosy.models.dropout import AdapterDropout, salt_of
 from argosy.models.experts import Experts
 from argosy.models.initialize import offset_of
-from argosy.models.layers import Linear, local
+from argosy.models.layers import Linear, itself, local
 from argosy.models.mtp import PredictionModule
 from argosy.models.quantised_weight import Product, QuantisationScheme, QuantisedWeight, multiply
 from argosy.plan.parameters import Table, adapter_of, inside
@@ -26,10 +26,6 @@ ADAPTER_PARTS = ("a", "b", "magnitude")
 """The parts of an adapter, by their names in the table: inner and outer matrix, and what only DoRA has."""
 Spread = Callable[[Tensor], Tensor]
 """Numbers of each output [N], or of each expert's [e, N] -> what the rows are multiplied by."""
-
-
-def itself(x: Tensor) -> Tensor:
-    return x
 
 
 class LowRank(nn.Module):

@@ -17,7 +17,7 @@ from argosy.config.model import ModelConfig
 from argosy.models.attention_kernels import products_are_faster
 from argosy.models.banded_attention import banded_attention
 from argosy.models.compiler import outside_graphs, varies
-from argosy.models.layers import linear, local, norm, plain_rms_norm
+from argosy.models.layers import itself, linear, local, norm, plain_rms_norm
 from argosy.models.rope import rotate
 from argosy.plan.layer_spec import layer_spec
 from argosy.plan.mup import query_factor
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         self.v = linear(table, "v") if spec.has_values else None
         self.o = linear(table, "o")
         has_weights = spec.has_qk_norm and settings.norm_weights
-        plain = partial(plain_rms_norm, eps=config.norm_eps) if spec.has_qk_norm else _as_it_is
+        plain = partial(plain_rms_norm, eps=config.norm_eps) if spec.has_qk_norm else itself
         self.q_norm: Callable[[Tensor], Tensor] = norm(table, "q_norm", config) if has_weights else plain
         self.k_norm: Callable[[Tensor], Tensor] = norm(table, "k_norm", config) if has_weights else plain
         self.norms_all = has_weights and settings.norm_over == "all"
@@ -188,10 +188,6 @@ class Attention(nn.Module):
         if places is not None and len(places) == 2:
             x_BTHE = rotate(x_BTHE, *places)
         return norm(x_BTHE) if self.norms_last else x_BTHE
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def packed_attention(

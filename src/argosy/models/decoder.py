@@ -14,7 +14,7 @@ from argosy.models.attention import Attention, Documents, LayerCache
 from argosy.models.delta_net import DeltaCache, GatedDeltaNet
 from argosy.models.dropout import AdapterDropout, mask_keys_of_layer
 from argosy.models.experts import MoE
-from argosy.models.layers import FeedForward, Norm, embedding, linear, local, norm
+from argosy.models.layers import FeedForward, Norm, embedding, itself, linear, local, norm
 from argosy.models.loss import (
     ChunkLoss,
     IsLikeliest,
@@ -174,13 +174,13 @@ class Decoder(nn.Module):
         self.logit_factor = logit_factor(config) * config.logit_scale
         #: True for each token whose target has the highest logit.
         self.is_likeliest: IsLikeliest = is_likeliest
-        self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
+        self.my_tokens: Callable[[Tensor], Tensor] = itself
         #: Takes this rank's stretch of those tokens, where tensor-parallel ranks have one each.
-        self.my_stretch: Callable[[Tensor], Tensor] = _all_of_them
+        self.my_stretch: Callable[[Tensor], Tensor] = itself
         #: Sums over the ranks that have other tokens of the same rows.
-        self.sum_over_tokens: Callable[[Tensor], Tensor] = _all_of_them
+        self.sum_over_tokens: Callable[[Tensor], Tensor] = itself
         #: Gathers what the head reads: all tokens, where tensor-parallel ranks have a stretch of them each.
-        self.for_head: Callable[[Tensor], Tensor] = _all_of_them
+        self.for_head: Callable[[Tensor], Tensor] = itself
         #: Called before a part of the model computes: its values may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = _nothing
         self._tables: dict[Places, tuple[Tensor, ...]] = {}
@@ -348,7 +348,3 @@ class Decoder(nn.Module):
 
 def _nothing(module: nn.Module) -> None:
     pass
-
-
-def _all_of_them(positions_BT: Tensor) -> Tensor:
-    return positions_BT

@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
         self.key_width, self.value_width = config.delta_net.key_width, config.delta_net.value_width
         self.q_in, self.k_in, self.v_in = (linear(table, f"{name}_in") for name in "qkv")
         self.gate_in, self.beta_in, self.decay_in = (linear(table, f"{n}_in") for n in ("gate", "beta", "decay"))
-        for name in ("q_conv", "k_conv", "v_conv", "decay_log", "decay_bias"):
+        for name in DeltaWeights._fields:
             self.register_parameter(name, nn.Parameter(torch.empty(table[name].shape)))
         self.out_norm = rms_norm(table, "out_norm", config.norm_eps)
         self.out = linear(table, "out")
@@ -120,8 +120,7 @@ class GatedDeltaNet(nn.Module):
         """`rotary` is not used: the state has the order; `documents`: see `attention.packed_attention`."""
         projections = (self.q_in, self.k_in, self.v_in, self.beta_in, self.decay_in)
         streams = DeltaStreams(*(projection(x_BTD) for projection in projections))
-        names = ("q_conv", "k_conv", "v_conv", "decay_log", "decay_bias")
-        weights = DeltaWeights(*(local(self.get_parameter(name)) for name in names))
+        weights = DeltaWeights(*(local(self.get_parameter(name)) for name in DeltaWeights._fields))
         if cache is None:
             y_BTHV = self.core(streams, weights, documents, self.key_width, self.recomputes)
         else:
@@ -144,17 +143,15 @@ def delta_attention(
         return y
     rows, length = streams.q_BTP.shape[:2]
     places_BT = None if documents is None else places_in(documents.starts, rows, length)
-    kernels = (weights.q_conv, weights.k_conv, weights.v_conv)
-    q, k, v = (short_convolution(x, kernel, places_BT) for x, kernel in zip(streams[:3], kernels, strict=True))
+    q, k, v = (short_convolution(x, kernel, places_BT) for x, kernel in zip(streams[:3], weights[:3], strict=True))
     return chunked_delta_rule(*_heads(q, k, v, streams, weights, key_width), places_BT)[0].to(streams.q_BTP.dtype)
 
 
 def cached_delta_attention(streams: DeltaStreams, weights: DeltaWeights, cache: DeltaCache, key_width: int) -> Tensor:
     """Return what the heads read, [B, T, H, V], from the cache's states on, and leave the states after in it."""
     length = streams.q_BTP.shape[1]
-    kernels = (weights.q_conv, weights.k_conv, weights.v_conv)
-    inputs = cache.append(*streams[:3], kernels[0].shape[-1])
-    q, k, v = (short_convolution(x, kernel)[:, -length:] for x, kernel in zip(inputs, kernels, strict=True))
+    inputs = cache.append(*streams[:3], weights.q_conv.shape[-1])
+    q, k, v = (short_convolution(x, kernel)[:, -length:] for x, kernel in zip(inputs, weights[:3], strict=True))
     heads = _heads(q, k, v, streams, weights, key_width)
     if length == 1 and cache.state is not None:
         y_BTHV, cache.state = delta_step(*heads, cache.state)

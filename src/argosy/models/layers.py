@@ -18,6 +18,10 @@ Activation = Callable[[Tensor], Tensor]
 """Computes each element from that element alone."""
 
 
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
     # Not `isinstance`: importing DTensor takes half a second, which a run that splits nothing need not wait for.
