@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from argosy.errors import UserError
-from argosy.inference.members import open_together, score_in_processes
+from argosy.inference.members import open_together, scores_of
 from argosy.inference.plans import plan_named, run_to_score
-from argosy.inference.rank_model import EvaluateRequest, score
-from argosy.inference.tasks import TaskRequest, score_tasks
-from argosy.inference.trained_model import TrainedModel, default_device
+from argosy.inference.rank_model import EvaluateRequest
+from argosy.inference.tasks import TaskRequest
+from argosy.inference.trained_model import TrainedModel
 from argosy.observe.events import JsonLines
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
@@ -54,10 +54,8 @@ def evaluate(
     asked = EvaluateRequest(list(folders), split, max_tokens, length)
     layout = plan_named(plan)
     run_to_score(source.run, layout, length)  # what is wrong is said before processes start
-    if world is None and layout.world_size > 1:
-        found: Score = score_in_processes(source, layout, Score, held_out=asked)
-        return found
-    return score(source, layout, world or World(device=default_device()), asked.read(source))
+    found: Score = scores_of(source, layout, world, asked)
+    return found
 
 
 def evaluate_tasks(
@@ -87,10 +85,7 @@ def evaluate_tasks(
     length = seq_len or min(source.run.model.max_seq_len, LONGEST_QUESTION)
     run_to_score(source.run, layout, length)
     asked = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
-    if world is None and layout.world_size > 1:
-        found: TaskScores = score_in_processes(source, layout, TaskScores, tasks=asked)
-    else:
-        found = score_tasks(source, layout, world or World(device=default_device()), asked)
+    found: TaskScores = scores_of(source, layout, world, asked)
     if isinstance(source, TrainedModel) and (world is None or world.is_first):
         done = source.checkpoint.step
         line = {"step": max(0, done - 1), "time_s": round(time.time(), 3), "plan": str(layout), "tasks": found}

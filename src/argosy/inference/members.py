@@ -24,16 +24,14 @@ from torch import Tensor
 from argosy.accelerator import count_here, type_here
 from argosy.config.launch import LaunchConfig
 from argosy.errors import ArgosyWarning, UserError, counted
-from argosy.inference.rank_model import EvaluateRequest, RankModel, SampleRequest, score
-from argosy.inference.tasks import TaskRequest, score_tasks
-from argosy.inference.trained_model import SomeModel, open_model
+from argosy.inference.rank_model import EvaluateRequest, RankModel, SampleRequest
+from argosy.inference.tasks import TaskRequest
+from argosy.inference.trained_model import SomeModel, default_device, open_model
 from argosy.launch.local_world import LocalWorld, failure_told
 from argosy.parallel.encoding import decode, encode, from_text, to_text
 from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.child import Channel, ChannelClosed, ForkEntry, Message, channel_to_parent
-from argosy.training.evaluation import Score
-from argosy.training.rows import TaskScores
 
 MODEL_MEMBER = ForkEntry("argosy.inference.members")
 """A process that holds a part of a model."""
@@ -43,13 +41,12 @@ PROCESSES_A_CORE = 4
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The model that members are to load; with held-out text or tasks, to score it and do no more."""
+    """The model that members are to load; with `scored`, to score it and do no more."""
 
     place: str
     plan: Plan
     timeout_s: float
-    held_out: EvaluateRequest | None = None
-    tasks: TaskRequest | None = None
+    scored: EvaluateRequest | TaskRequest | None = None
 
 
 def check_devices(plan: Plan) -> None:
@@ -155,26 +152,22 @@ class InProcesses:
                 return message
 
 
-def score_in_processes(
-    source: SomeModel,
-    plan: Plan,
-    kind: Any,
-    held_out: EvaluateRequest | None = None,
-    tasks: TaskRequest | None = None,
-) -> Any:
-    """Return the scores of held-out text (`Score`) or of tasks (`TaskScores`), computed in as many processes as `plan`
-    is for. kind: which of the two types. Raises: UserError, RunFailed.
+def scores_of(source: SomeModel, plan: Plan, world: World | None, asked: EvaluateRequest | TaskRequest) -> Any:
+    """Return the scores that are asked for (a `Score`, or `TaskScores`), computed under `plan`.
+
+    world: the processes of a launcher, which all call this; None: this process, or as many as the plan is for, which
+    are started for it. Raises: UserError, RunFailed.
     """
+    if world is not None or plan.world_size == 1:
+        return asked.score(source, plan, world or World(device=default_device()))
     check_devices(plan)
-    with closing(LocalWorld(MODEL_MEMBER, plan.world_size, "the evaluation")) as world:
-        world.send("load", data=[encode(_request(source, plan, held_out, tasks), LoadRequest)])
-        return from_text(world.receive()[1]["score"], kind)
+    with closing(LocalWorld(MODEL_MEMBER, plan.world_size, "the evaluation")) as members:
+        members.send("load", data=[encode(_request(source, plan, asked), LoadRequest)])
+        return from_text(members.receive()[1]["score"], asked.kind)
 
 
-def _request(
-    source: SomeModel, plan: Plan, held_out: EvaluateRequest | None = None, tasks: TaskRequest | None = None
-) -> LoadRequest:
-    return LoadRequest(source.place, plan, source.run.launch.timeout_s, held_out, tasks)
+def _request(source: SomeModel, plan: Plan, scored: EvaluateRequest | TaskRequest | None = None) -> LoadRequest:
+    return LoadRequest(source.place, plan, source.run.launch.timeout_s, scored)
 
 
 # ---- in a member -----------------------------------------------------------------------------------------------
@@ -218,14 +211,10 @@ def main() -> None:
         asked: LoadRequest = decode(inbox.next()["data"][0], LoadRequest, "the asker")
         world = join_world(LaunchConfig(timeout_s=asked.timeout_s))
         source = open_model(asked.place, check=lambda checkpoint: None)  # the asker has read it back
-        scores = ""
-        if asked.held_out is not None:
-            scores = to_text(score(source, asked.plan, world, asked.held_out.read(source)), Score)
-        elif asked.tasks is not None:
-            scores = to_text(score_tasks(source, asked.plan, world, asked.tasks), TaskScores)
-        if scores:
+        if asked.scored is not None:
+            scores = asked.scored.score(source, asked.plan, world)
             if world.is_first:
-                asker.send("scored", score=scores)
+                asker.send("scored", score=to_text(scores, asked.scored.kind))
             inbox.next()  # there is nothing more: the asker ends this process
         model = RankModel(source, asked.plan, world)
         asker.send("loaded")

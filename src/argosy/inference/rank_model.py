@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from argosy.inference.plans import plan_of_rows, plan_to_score, run_of_rows, run
 from argosy.inference.trained_model import SomeModel
 from argosy.models.decoder import Cache, Decoder
 from argosy.models.generate import choose, sample_rows
+from argosy.models.layers import itself
 from argosy.parallel.apply import lay_out
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
@@ -65,6 +66,11 @@ class EvaluateRequest:
     max_tokens: int
     seq_len: int
     """Tokens per window."""
+    kind: ClassVar[Any] = Score
+
+    def score(self, source: SomeModel, plan: Plan, world: World) -> Score:
+        """Return the score under `plan`; all ranks call it, and get the same. Raises: UserError, as `read`, `score`."""
+        return score(source, plan, world, self.read(source))
 
     def read(self, source: SomeModel) -> HeldOut:
         """Read the text. Raises: UserError if it has another tokenizer than the model, or is too short."""
@@ -106,7 +112,7 @@ class RankModel:
     @torch.no_grad()
     def logits(self, tokens_NT: Tensor) -> Tensor | None:
         """Return the logits of this rank's rows, fp32 [B, T, V]; None if another rank has them to tell."""
-        self.model.for_head = _all_tokens
+        self.model.for_head = itself
         y = self._outputs(self._mine(tokens_NT), None)
         if y is None or self.meshes.rank("tp"):
             return None
@@ -203,10 +209,6 @@ def _load(parts: Sequence[Decoder], meshes: Meshes, source: SomeModel) -> None:
 def _boxes(part: Decoder, meshes: Meshes) -> Mapping[Box, Tensor]:
     boxes = {part_box(MODEL_PREFIX + p.name, p.value, p.shape, p.offset): p.value for p in pieces_of(part, meshes)}
     return boxes | wholes(dict(part.named_buffers()), MODEL_PREFIX)
-
-
-def _all_tokens(x_BTD: Tensor) -> Tensor:
-    return x_BTD
 
 
 def _last_token(x_BTD: Tensor) -> Tensor:

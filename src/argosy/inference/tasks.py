@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from argosy.inference.plans import plan_to_score
 from argosy.inference.rank_model import RankModel, model_to_score
@@ -25,26 +26,26 @@ class TaskRequest:
     limit: int
     seq_len: int
     trusts_code: bool
+    kind: ClassVar[Any] = TaskScores
 
+    def score(self, source: SomeModel, plan: Plan, world: World) -> TaskScores:
+        """Return the scores under `plan`; all ranks call it, and get the same.
 
-def score_tasks(source: SomeModel, plan: Plan, world: World, asked: TaskRequest) -> TaskScores:
-    """Return the scores of tasks, computed under `plan`; all ranks call it, and get the same.
-
-    Raises: UserError if the plan cannot lay out the model, or a task cannot be scored.
-    """
-    scorer = TaskScorer(
-        asked.names,
-        source.tokenizer,
-        model_to_score(source, plan, world, asked.seq_len),
-        plan_to_score(plan, asked.seq_len).microbatch,
-        asked.seq_len,
-        world,
-        fewshot=asked.fewshot,
-        limit=asked.limit,
-        trusts_code=asked.trusts_code,
-        write=_Writer(source, plan, world),
-    )
-    return scorer.score(lambda number, batches: None)
+        Raises: UserError if the plan cannot lay out the model, or a task cannot be scored.
+        """
+        scorer = TaskScorer(
+            self.names,
+            source.tokenizer,
+            model_to_score(source, plan, world, self.seq_len),
+            plan_to_score(plan, self.seq_len).microbatch,
+            self.seq_len,
+            world,
+            fewshot=self.fewshot,
+            limit=self.limit,
+            trusts_code=self.trusts_code,
+            write=_Writer(source, plan, world),
+        )
+        return scorer.score(lambda number, batches: None)
 
 
 class _Writer:
