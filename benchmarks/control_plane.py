@@ -48,9 +48,9 @@ from argosy.processes.secret import call, secret_of
 from argosy.resilience.node_health import Health
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S
+from argosy.supervise.coordinator_client import COORDINATOR
 from argosy.supervise.messages import FROM_COORDINATOR, FromCoordinator
 from argosy.supervise.node_report import NodeReporter
-from argosy.supervise.place import COORDINATOR
 
 SLOTS = 8
 CALLS = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import selectors
 import socket
 import struct
@@ -24,7 +25,7 @@ from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.secret import SECRET_VARIABLE, listen
 from argosy.supervise import coordinator_client as module
-from argosy.supervise.coordinator_client import CoordinatorClient
+from argosy.supervise.coordinator_client import CoordinatorClient, check_descriptors
 from argosy.supervise.messages import (
     AgentHello,
     FromCoordinator,
@@ -33,6 +34,7 @@ from argosy.supervise.messages import (
     RunStopping,
     StartWorker,
 )
+from argosy.supervise.place import place_of
 from peers import SECRET, Peer, PeerGone
 
 
@@ -44,7 +46,8 @@ class Client:
         save_run(run, run_dir / "run.toml")
         self.run_dir, self.greeted, self.heard = run_dir, list[str](), list[FromCoordinator]()
         self.selector, self.wants_to_ask = selectors.DefaultSelector(), False
-        self.client = CoordinatorClient(run_dir, run, Plan(), Events(run_dir, "agent"))
+        events = Events(run_dir, "agent")
+        self.client = CoordinatorClient(run_dir, run, place_of(run_dir, run.launch, Plan(), events), events)
         self.said = list[str]()
         self.client.open(self.selector, self._greet, self.heard.append, self.said.append)
 
@@ -250,3 +253,10 @@ def test_a_coordinator_that_cuts_the_connection_at_once_is_called_again(elsewher
     cut.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets the connection
     cut.close()
     answered(elsewhere, client)
+
+
+def test_a_machine_that_allows_too_few_descriptors_is_named_with_the_number_that_is_needed(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2111))
+    with pytest.raises(UserError, match=r"launch\.nodes = 2048: .* needs 2112 file descriptors, .* have 2111 \(ulimit"):
+        check_descriptors(2048)
+    check_descriptors(2047)

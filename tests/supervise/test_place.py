@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from argosy.processes.connection import Address
 from argosy.supervise import place as place_module
 from argosy.supervise.lease import lease as lease_module
 from argosy.supervise.lease.lease import Holder, LeaseUnreachable
-from argosy.supervise.place import LeasedPlace, check_coordinator, check_descriptors, check_place, own_address, place_of
+from argosy.supervise.place import LeasedPlace, check_coordinator, check_place, own_address, place_of
 from waiting import wait_until
 
 LAUNCH = LaunchConfig(nodes=2, lease="folder", address="127.0.0.1")
@@ -209,10 +208,3 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
 def test_the_limit_is_raised_as_far_as_it_goes():
     said = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True).stdout
     assert said == "(256, 256)\n"
-
-
-def test_a_machine_that_allows_too_few_is_named_with_the_number_that_is_needed(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2111))
-    with pytest.raises(UserError, match=r"launch\.nodes = 2048: .* needs 2112 file descriptors, .* have 2111 \(ulimit"):
-        check_descriptors(2048)
-    check_descriptors(2047)

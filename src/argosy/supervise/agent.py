@@ -34,6 +34,7 @@ from argosy.supervise.generation_store import STORE, GenerationStore, store_file
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.node_workers import NodeWorkers
 from argosy.supervise.nodes import RankState
+from argosy.supervise.place import place_of
 from argosy.supervise.scratch import scratch_folder
 from argosy.supervise.stopping import Stopping
 from argosy.sync.process import exchange_of
@@ -72,7 +73,8 @@ class Agent:
         self._name, self._process = node_name(self._launch), uuid.uuid4().hex
         self._events = Events(run_dir, process_name(self._launch))
         self._slots = -(-plan.world_size // self._launch.nodes)
-        self._coordinator = CoordinatorClient(run_dir, run, plan, self._events)
+        place = place_of(run_dir, run.launch, plan, self._events)
+        self._coordinator = CoordinatorClient(run_dir, run, place, self._events)
         self._store = GenerationStore(
             lambda generation, port: self._coordinator.tell(say.StoreOpened(generation=generation, port=port)),
             run.resilience.first_step_s,

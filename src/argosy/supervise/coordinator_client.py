@@ -1,4 +1,4 @@
-"""An agent's client of the coordinator: starts it where it should run, connects to it, notices when it does not answer.
+"""An agent's client of the coordinator: starts it if it runs here, connects to it, notices when it does not answer.
 
 Training goes on without a coordinator, and only its decisions have to wait; so nothing here waits for it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import resource
 import selectors
 import socket
 import struct
@@ -15,18 +16,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from argosy.checkpoint.store import how_to_go_on
+from argosy.config.launch import LaunchConfig, host_and_port
 from argosy.config.schema import RunConfig
-from argosy.errors import Retryable, UserError
+from argosy.errors import Retryable, RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
+from argosy.processes.child import Child
 from argosy.processes.connection import Address, BadMessage, Connection, call, decoded, encoded
 from argosy.processes.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, client_context, secret_of
 from argosy.processes.secret import call as handshake
+from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.supervise.messages import AGENT_BEAT_S, FROM_COORDINATOR, FromAgent, FromCoordinator
-from argosy.supervise.place import place_of
 
+COORDINATOR_RESTARTS = RestartPolicy(most_failures=5)
+"""If so many coordinators in a row die before they say anything, another would do the same."""
+COORDINATOR = "argosy.supervise.coordinator"
 SILENCE_S = 20.0
 """A coordinator on another machine that does not answer for this long is called anew. This is longer than it waits for
 an agent: a node that is cut off misses nothing meanwhile."""
@@ -42,18 +49,159 @@ COORDINATOR_AGAIN_S = 0.5
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
+class CoordinatorProcess:
+    """The coordinator that an agent starts, and starts again when it has died.
+
+    It listens on a socket that stays open here: an agent that calls while it is being replaced only has to wait.
+    """
+
+    def __init__(self, run_dir: Path, plan: Plan, owner: str, events: Events, nodes: int):
+        """`owner`: the agent's name for whatever its coordinators claim. `nodes`: of the run."""
+        self._nodes = nodes
+        self._run_dir, self._plan, self._owner, self._events = run_dir, plan, owner, events
+        self._listener: socket.socket | None = None
+        self._child: Child | None = None
+        self._was_started = self._is_heard = False
+        self._restarts = Restarts(COORDINATOR_RESTARTS)
+        self.address: Address | None = None
+        """Address at which it listens; None before `listen`."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it runs."""
+        return self._child is not None and self._child.is_alive
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it was started, and does not run any more."""
+        return self._child is not None and not self._child.is_alive
+
+    def listen(self, address: Address) -> None:
+        """Open its socket, if it is not open yet. Raises: OSError."""
+        if self._listener is None:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            self._listener = socket.create_server(address, family=family)
+            self.address = self._listener.getsockname()[:2]
+
+    def start(self, lease: str = "") -> None:
+        """Start it; `lease`: the token of the lease that it is to hold. Call `listen` before.
+
+        Raises: RunFailed if several have died before they said anything; UserError if it could not hold connections
+        to all nodes.
+        """
+        check_descriptors(self._nodes)
+        assert self._listener is not None and self.address is not None
+        descriptor = self._listener.fileno()
+        log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent: its output must not stay open
+        if self._was_started and self._restarts.ended(made_progress=self._is_heard) is None:
+            raise RunFailed(
+                f"the coordinator died {self._restarts.failures} times before it said anything: {log} says why"
+            )
+        log.parent.mkdir(parents=True, exist_ok=True)
+        arguments = (str(self._run_dir), str(descriptor), str(self._plan), self._owner, lease)
+        with log.open("ab") as out:
+            # It does not end with this agent: others may need it.
+            self._child = Child(COORDINATOR, *arguments, pass_fds=[descriptor], stdout=out, stderr=out)
+        self._events.write("coordinator_started", pid=self._child.pid, port=self.address[1], replaces=self._was_started)
+        self._was_started, self._is_heard = True, False
+
+    def heard(self) -> None:
+        """Note that it has said something: it does not die at once."""
+        self._is_heard = True
+
+    def kill(self) -> None:
+        """End it, if it runs."""
+        if self._child is not None:
+            self._child.kill()
+
+    def close(self) -> None:
+        """Close its socket here; if it runs, it goes on listening."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = self.address = None
+
+
+class CoordinatorPlace(Protocol):
+    """The place of a run's coordinator."""
+
+    process: CoordinatorProcess
+    """The coordinator that this agent starts, if it is to start one."""
+    key: str
+    """The key that says where it is, and its value."""
+    name: str
+    """Name of the coordinator there in messages."""
+    remedy: str
+    """Remedy in messages, if it cannot be reached."""
+    problem: str
+    """Why it is not known where the coordinator is; empty if it is, or nobody is."""
+
+    def address(self, now: float) -> Address | None:
+        """Return its address; None if that is not known yet. Start it first, if it should run here and does not.
+
+        Raises: UserError, RunFailed.
+        """
+        ...
+
+    def reached(self, address: Address) -> None:
+        """Note the numeric address at which it was reached."""
+        ...
+
+    def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
+        """Return True if the coordinator at `address`, which has not answered for a while, is not the right one."""
+        ...
+
+
+class FixedPlace:
+    """The place that launch.coordinator names; without it, this machine."""
+
+    def __init__(self, launch: LaunchConfig, process: CoordinatorProcess):
+        self.process, self._launch = process, launch
+        self.key = f"launch.coordinator = {launch.coordinator}"
+        self.name = f"the coordinator at {launch.coordinator or 'this machine'}"
+        self.remedy = "Restore the network, or start `argosy train` there again."
+        self.problem = ""
+        self._address = host_and_port(launch.coordinator) if launch.coordinator else None
+        self._reached_at: Address | None = None
+
+    def address(self, now: float) -> Address | None:
+        """Return its address, and start the coordinator if that is one of this machine."""
+        if self.process.address is None:
+            self._listen()
+        if self.process.address is not None and not self.process.is_alive:
+            self.process.start()
+        return self.process.address or self._address
+
+    def reached(self, address: Address) -> None:
+        """Note the numeric address: resolving a name takes long when the network is down."""
+        self._reached_at = address
+
+    def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
+        """Return False: it stays where it is."""
+        return False
+
+    def _listen(self) -> None:
+        address = self._reached_at or self._address or ("127.0.0.1", self._launch.port)
+        try:
+            self.process.listen(address)
+        except OSError as problem:
+            if self._address is not None:  # another machine's address, or another agent of this machine was faster
+                return
+            raise UserError(
+                f"launch.port = {address[1]} is in use on this machine. Try launch.port = 0, which takes a free one."
+            ) from problem
+
+
 class CoordinatorClient:
     """The connection to the coordinator of a run, whichever process that is at the moment."""
 
-    def __init__(self, run_dir: Path, run: RunConfig, plan: Plan, events: Events):
-        self._run_dir, self._launch, self._plan, self._events = run_dir, run.launch, plan, events
+    def __init__(self, run_dir: Path, run: RunConfig, place: CoordinatorPlace, events: Events):
+        self._run_dir, self._launch, self._place, self._events = run_dir, run.launch, place, events
         self._patience_s = run.resilience.coordinator_timeout_s
         self._connection: Connection | None = None
         self._secret, self._tls = secret_of(run_dir), client_context(run_dir, run.launch)
         self._strangers, self._call_from_s = 0, 0.0
         self._was_heard = False
         """True once a coordinator has said something."""
-        self._place = place_of(run_dir, run.launch, plan, events)
         self._address: Address | None = None
         """The address of the coordinator that is called, or connected."""
         self._call: Future[socket.socket] | None = None
@@ -233,3 +381,19 @@ def _interface_of(address: str) -> str:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""
+
+
+OTHER_DESCRIPTORS = 64
+"""Descriptors of a coordinator besides a connection to each agent: log, events, planner, some that call."""
+
+
+def check_descriptors(nodes: int) -> None:
+    """Raises: UserError if a coordinator that is started here could not have a connection to each of so many nodes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = nodes + OTHER_DESCRIPTORS
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise UserError(
+            f"launch.nodes = {nodes}: the coordinator needs {needed} file descriptors, and this machine lets a process "
+            f"have {most} (ulimit -Hn). Raise that (LimitNOFILE in systemd, nofile in /etc/security/limits.conf), or "
+            "name another machine in launch.coordinator."
+        )

@@ -1,4 +1,4 @@
-"""The place of a run's coordinator: its address, fixed or by a lease, and the process that this agent starts there.
+"""The place of a run's coordinator, fixed or by a lease, and the address at which others reach this machine.
 
 Nothing here waits: `address` returns None until it is known.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import resource
 import socket
 import threading
 import uuid
@@ -16,96 +15,18 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from argosy.checkpoint.fence import name_of
-from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port, is_loopback, read_rank_map
-from argosy.errors import RunFailed, UserError
+from argosy.config.launch import LaunchConfig, LeaseUrl, is_loopback, read_rank_map
+from argosy.errors import UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
-from argosy.processes.child import Child
 from argosy.processes.connection import Address
-from argosy.processes.supervisor import RestartPolicy, Restarts
+from argosy.supervise.coordinator_client import CoordinatorPlace, CoordinatorProcess, FixedPlace
 from argosy.supervise.lease.etcd import EtcdLease
 from argosy.supervise.lease.kubernetes import KubernetesLease
 from argosy.supervise.lease.lease import FolderLease, Holder, Lease, LeaseUnreachable
-
-COORDINATOR_RESTARTS = RestartPolicy(most_failures=5)
-"""If so many coordinators in a row die before they say anything, another would do the same."""
-COORDINATOR = "argosy.supervise.coordinator"
-
-
-class CoordinatorProcess:
-    """The coordinator that an agent starts, and starts again when it has died.
-
-    It listens on a socket that stays open here: an agent that calls while it is being replaced only has to wait.
-    """
-
-    def __init__(self, run_dir: Path, plan: Plan, owner: str, events: Events, nodes: int):
-        """`owner`: the agent's name for whatever its coordinators claim. `nodes`: of the run."""
-        self._nodes = nodes
-        self._run_dir, self._plan, self._owner, self._events = run_dir, plan, owner, events
-        self._listener: socket.socket | None = None
-        self._child: Child | None = None
-        self._was_started = self._is_heard = False
-        self._restarts = Restarts(COORDINATOR_RESTARTS)
-        self.address: Address | None = None
-        """Address at which it listens; None before `listen`."""
-
-    @property
-    def is_alive(self) -> bool:
-        """True while it runs."""
-        return self._child is not None and self._child.is_alive
-
-    @property
-    def has_ended(self) -> bool:
-        """True if it was started, and does not run any more."""
-        return self._child is not None and not self._child.is_alive
-
-    def listen(self, address: Address) -> None:
-        """Open its socket, if it is not open yet. Raises: OSError."""
-        if self._listener is None:
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            self._listener = socket.create_server(address, family=family)
-            self.address = self._listener.getsockname()[:2]
-
-    def start(self, lease: str = "") -> None:
-        """Start it; `lease`: the token of the lease that it is to hold. Call `listen` before.
-
-        Raises: RunFailed if several have died before they said anything; UserError if it could not hold connections
-        to all nodes.
-        """
-        check_descriptors(self._nodes)
-        assert self._listener is not None and self.address is not None
-        descriptor = self._listener.fileno()
-        log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent: its output must not stay open
-        if self._was_started and self._restarts.ended(made_progress=self._is_heard) is None:
-            raise RunFailed(
-                f"the coordinator died {self._restarts.failures} times before it said anything: {log} says why"
-            )
-        log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = (str(self._run_dir), str(descriptor), str(self._plan), self._owner, lease)
-        with log.open("ab") as out:
-            # It does not end with this agent: others may need it.
-            self._child = Child(COORDINATOR, *arguments, pass_fds=[descriptor], stdout=out, stderr=out)
-        self._events.write("coordinator_started", pid=self._child.pid, port=self.address[1], replaces=self._was_started)
-        self._was_started, self._is_heard = True, False
-
-    def heard(self) -> None:
-        """Note that it has said something: it does not die at once."""
-        self._is_heard = True
-
-    def kill(self) -> None:
-        """End it, if it runs."""
-        if self._child is not None:
-            self._child.kill()
-
-    def close(self) -> None:
-        """Close its socket here; if it runs, it goes on listening."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = self.address = None
-
 
 LEASE_LOOK_S = 0.5
 """Time between two looks at the lease by an agent without a coordinator."""
@@ -120,36 +41,6 @@ class LeaseHolder(NamedTuple):
 
     holder: Holder | None
     token: str
-
-
-class CoordinatorPlace(Protocol):
-    """The place of a run's coordinator."""
-
-    process: CoordinatorProcess
-    """The coordinator that this agent starts, if it is to start one."""
-    key: str
-    """The key that says where it is, and its value."""
-    name: str
-    """Name of the coordinator there in messages."""
-    remedy: str
-    """Remedy in messages, if it cannot be reached."""
-    problem: str
-    """Why it is not known where the coordinator is; empty if it is, or nobody is."""
-
-    def address(self, now: float) -> Address | None:
-        """Return its address; None if that is not known yet. Start it first, if it should run here and does not.
-
-        Raises: UserError, RunFailed.
-        """
-        ...
-
-    def reached(self, address: Address) -> None:
-        """Note the numeric address at which it was reached."""
-        ...
-
-    def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
-        """Return True if the coordinator at `address`, which has not answered for a while, is not the right one."""
-        ...
 
 
 def check_place(launch: LaunchConfig) -> None:
@@ -182,46 +73,6 @@ def _opened(url: LeaseUrl, run_dir: Path, run: str, token: str) -> Lease:
     if url.kind == "kubernetes":
         return KubernetesLease(url.namespace, url.name, run, token)
     return FolderLease(run_dir, token)
-
-
-class FixedPlace:
-    """The place that launch.coordinator names; without it, this machine."""
-
-    def __init__(self, launch: LaunchConfig, process: CoordinatorProcess):
-        self.process, self._launch = process, launch
-        self.key = f"launch.coordinator = {launch.coordinator}"
-        self.name = f"the coordinator at {launch.coordinator or 'this machine'}"
-        self.remedy = "Restore the network, or start `argosy train` there again."
-        self.problem = ""
-        self._address = parsed(launch.coordinator)
-        self._reached_at: Address | None = None
-
-    def address(self, now: float) -> Address | None:
-        """Return its address, and start the coordinator if that is one of this machine."""
-        if self.process.address is None:
-            self._listen()
-        if self.process.address is not None and not self.process.is_alive:
-            self.process.start()
-        return self.process.address or self._address
-
-    def reached(self, address: Address) -> None:
-        """Note the numeric address: resolving a name takes long when the network is down."""
-        self._reached_at = address
-
-    def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
-        """Return False: it stays where it is."""
-        return False
-
-    def _listen(self) -> None:
-        address = self._reached_at or self._address or ("127.0.0.1", self._launch.port)
-        try:
-            self.process.listen(address)
-        except OSError as problem:
-            if self._address is not None:  # another machine's address, or another agent of this machine was faster
-                return
-            raise UserError(
-                f"launch.port = {address[1]} is in use on this machine. Try launch.port = 0, which takes a free one."
-            ) from problem
 
 
 class LeasedPlace:
@@ -312,11 +163,6 @@ class LeasedPlace:
         return future
 
 
-def parsed(text: str) -> Address | None:
-    """Return the address that launch.coordinator names; None if it is empty."""
-    return host_and_port(text) if text else None
-
-
 KUBERNETES_HOST, KUBERNETES_PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 """Environment variables of a pod: the API server."""
 SLURM_LAUNCHER = "SLURM_LAUNCH_NODE_IPADDR"
@@ -395,19 +241,3 @@ def _is_address(host: str) -> bool:
     with suppress(ValueError):
         return bool(ipaddress.ip_address(host))
     return False
-
-
-OTHER_DESCRIPTORS = 64
-"""Descriptors of a coordinator besides a connection to each agent: log, events, planner, some that call."""
-
-
-def check_descriptors(nodes: int) -> None:
-    """Raises: UserError if a coordinator that is started here could not have a connection to each of so many nodes."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = nodes + OTHER_DESCRIPTORS
-    if most != resource.RLIM_INFINITY and most < needed:
-        raise UserError(
-            f"launch.nodes = {nodes}: the coordinator needs {needed} file descriptors, and this machine lets a process "
-            f"have {most} (ulimit -Hn). Raise that (LimitNOFILE in systemd, nofile in /etc/security/limits.conf), or "
-            "name another machine in launch.coordinator."
-        )
