@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV3Config,
     LlamaConfig,
@@ -100,3 +101,11 @@ def load_theirs(folder: Path) -> Any:
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()
+
+
+def odd_defaults(model_type: str, defaults: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The defaults that transformers' class of a model type has otherwise: key -> the given one, and theirs."""
+    theirs = CONFIG_MAPPING[model_type]().to_dict()
+    theirs |= {key: value for key, value in (theirs.get("rope_parameters") or {}).items() if key == "rope_theta"}
+    alike = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
+    return {key: (value, theirs[key]) for key, value in alike.items() if key in theirs and theirs[key] != value}

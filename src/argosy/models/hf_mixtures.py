@@ -308,8 +308,10 @@ MIXTURES = {
             "rms_norm_eps": 1e-6,
             "mlp_bias": False,
         },
-        defaults=DEEPSEEK_V3.defaults
+        # It has none for num_experts_per_tok.
+        defaults={k: v for k, v in DEEPSEEK_V3.defaults.items() if k != "num_experts_per_tok"}
         | {
+            "norm_topk_prob": False,
             "max_position_embeddings": 2048,
             "num_key_value_heads": 32,
             "n_routed_experts": 64,
