@@ -107,7 +107,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     Raises: UserError that names the line.
     """
     try:
-        lines = read_at_most(file, MOST_PROMPT_BYTES).decode().splitlines()
+        lines = read_at_most(file, MOST_PROMPT_BYTES).decode().split("\n")  # a text may have other breaks in it
     except (OSError, UnicodeDecodeError) as problem:
         why = getattr(problem, "strerror", None) or "it is no text in UTF-8"
         raise UserError(f"--prompts {file}: cannot be read: {why}. Name a file of JSON lines.") from None
@@ -120,7 +120,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
 def _prompt_of(line: str, where: str) -> dict[str, Any]:
     try:
         said = json.loads(line)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise UserError(f'{where}: no JSON ({problem}). Write a text in quotes, or {{"prompt": TEXT}}.') from None
     said = {"prompt": said} if isinstance(said, str) else said
     if not isinstance(said, dict) or len(said.keys() & {"prompt", "tokens"}) != 1:

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
     else:
         cluster = probe_here(asked, devices.count)
     cluster.save(options.out)
-    answer(options.json, "probe", f"{_in_words(cluster)}\nwrote {options.out}", cluster)
+    answer(options.json, "probe", f"{cluster_in_words(cluster)}\nwrote {options.out}", cluster)
 
 
 def _would(options: Options, run: RunConfig) -> DryRun:
@@ -138,7 +138,7 @@ def _overrides(options: Options) -> dict[str, object]:
     return {key: value for key, value in given.items() if value}
 
 
-def _in_words(cluster: Cluster) -> str:
+def cluster_in_words(cluster: Cluster) -> str:
     found, device = cluster.measured, cluster.device
     assert found is not None
     rates = {fmt: device.matmul_flops_per_s(fmt) for fmt in device.formats}
