@@ -161,7 +161,8 @@ def _caveats(space: DesignSpace, points: Points) -> list[str]:
     for one in [*used, *(memory[name] for name in space.device.memory)]:
         assumed = f" Assumed: {', '.join(one.assumed)}." if one.assumed else ""
         lines.append(f"{one.name}: {one.source}.{assumed}")
-    lines += [f"{many:,} combinations were left out: {reason}." for reason, many in points.impossible.items()]
+    for reason, many in points.impossible.items():
+        lines.append(f"{counted(many, 'combination', form=',')} {'was' if many == 1 else 'were'} left out: {reason}.")
     return [*lines, *points.base.caveats]
 
 

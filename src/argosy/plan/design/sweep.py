@@ -399,4 +399,4 @@ def picked(places: Sequence[int] | NDArray[np.int64], most: int) -> list[int]:
     """Return at most so many, evenly from the first to the last."""
     if len(places) <= most:
         return [int(place) for place in places]
-    return [int(places[round(i * (len(places) - 1) / (most - 1))]) for i in range(most)]
+    return [int(places[round(i * (len(places) - 1) / max(1, most - 1))]) for i in range(most)]
