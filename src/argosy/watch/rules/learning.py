@@ -218,8 +218,12 @@ def _remedy(facts: RunFacts, many: bool, is_only_once: bool) -> str:
     suspects = facts.of("corruption", "gradient_corrupt", "collective_corrupt")
     if suspects:
         ranks = sorted({int(r) for e in suspects for r in (e.get("ranks") or e.get("suspects") or [e.get("rank", -1)])})
-        where = ", ".join(f"rank {rank} {node_of(facts, rank)}".strip() for rank in ranks if rank >= 0)
-        return f"Numbers were found corrupt: have {where or 'the machines'} checked, and take it out of the run."
+        places = [(rank, node_of(facts, rank)) for rank in ranks if rank >= 0]
+        where = ", ".join(f"rank {rank} on {node}" if node else f"rank {rank}" for rank, node in places)
+        return (
+            f"Numbers were found corrupt: have {where or 'the machines'} checked, and take what is at fault out of the "
+            "run."
+        )
     if is_only_once:
         return (
             "A value that is wrong once is a flipped bit: if it comes back, resilience.replay_check_every_steps finds "

@@ -39,7 +39,7 @@ def straggler(facts: RunFacts, planner: Planner) -> Advice | None:
     own_s = float(np.nanmedian(ranks.own_s[:, at]))
     peers_s = own_s / times
     where = _category(ranks, at)
-    others = f"; so do {_some(sorted(set(slow) - {rank}))}" if len(slow) > 1 else ""
+    others = f"; so do{'es' * (len(slow) == 2)} {_some(sorted(set(slow) - {rank}))}" if len(slow) > 1 else ""
     holds = _held_up(facts, at)
     lost_s = own_s * (1 - 1 / holds) if holds >= 1 + LEAST_HOLD else 0.0
     first, last = int(ranks.steps[0]), int(ranks.steps[-1])

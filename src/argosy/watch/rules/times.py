@@ -227,7 +227,7 @@ def idle_devices(facts: RunFacts, planner: Planner) -> Advice | None:
         return None
     used = float(np.mean(seen))
     power = sum(device.power_w or 0.0 for device in facts.devices)
-    energy = f", and draw {power:,.0f} W all the same" if power else ""
+    energy = f", and they draw {power:,.0f} W all the same" if power else ""
     if facts.power_w and facts.wall_s > 0:
         energy += f" (about {facts.power_w * facts.wall_s / 3.6e6:,.2f} kWh so far)"
     other = planner.faster
