@@ -1,0 +1,39 @@
+"""Processes of another launcher have a heartbeat each, which the first one of a node reads; without memory none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from argosy.launch.joined import read_heartbeats
+from argosy.observe.heartbeat import UNREAD
+from argosy.parallel.world import World
+from argosy.supervise import scratch
+from tiny import run_config
+from workers import WorkerPool
+
+
+def made_a_step(world: World, run_dir: Path, node: str) -> bool:
+    """Make a step that the rank tells of in its heartbeat; return True if anybody can read it."""
+    run = run_config(Path("no data"), launch={"node": node})
+    with read_heartbeats(run, run_dir, world, 3) as heartbeat:
+        heartbeat.begin(5)
+        heartbeat.took(0.25 + world.rank, {"step": 1.0, "forward": 0.25}, microbatches=1)
+        world.barrier()  # the first one ends its lines with what the others tell by then
+        return heartbeat is not UNREAD
+
+
+def test_the_last_step_of_each_rank_of_a_node_is_in_its_line(workers: WorkerPool, tmp_path: Path):
+    assert workers.run(2, made_a_step, tmp_path, "one") == [True, True]
+    (path,) = (tmp_path / "nodes").iterdir()
+    (found,) = (line for line in map(json.loads, path.read_text().splitlines()) if "steps" in line)
+    assert (path.name, found["ranks"], found["steps"]) == ("one.jsonl", [0, 1], [5, 5])
+    assert found["own"] == [[5, [0.25, 1.25]]] and found["seconds"] == {"forward": [0.25, 0.25]}
+
+
+def test_without_room_in_memory_the_run_goes_on_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scratch, "SCRATCH", tmp_path / "nowhere")
+    assert made_a_step(World(), tmp_path, "one") is False
+    assert not (tmp_path / "nodes").exists()
