@@ -8,6 +8,7 @@ ledger of samples, read from a run's metrics, tells which were trained on or ski
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -18,12 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from argosy.chaos.campaign import KINDS, Campaign, InjectedFault, PlannedFault, command_of, is_alive
-from argosy.checkpoint.shards import ShardFile
+from argosy.checkpoint.boxes import PLACES
 from argosy.checkpoint.store import committed
 from argosy.errors import UserError
 from argosy.faults import FAULTS_VARIABLE
@@ -337,6 +338,9 @@ def left_behind(pids: set[int]) -> Iterator[str]:
             yield f"{path} was left"
 
 
+Bytes = npt.NDArray[np.uint8]
+
+
 def weight_differences(one: Path, other: Path) -> Iterator[str]:
     """Yield what differs, in any bit, between the newest checkpoints of two runs, whatever their layouts."""
     newest = [saved[-1] for saved in map(committed, (one, other)) if saved]
@@ -348,23 +352,34 @@ def weight_differences(one: Path, other: Path) -> Iterator[str]:
         return
     ours, theirs = (_tensors(checkpoint.folder) for checkpoint in newest)
     for name in sorted(ours.keys() | theirs.keys()):
-        if not _is_same(ours.get(name), theirs.get(name)):
+        if name not in ours or name not in theirs or not np.array_equal(ours[name], theirs[name]):
             yield name
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name, put together from its shard files."""
-    wholes: dict[str, Tensor] = {}
+def _tensors(folder: Path) -> dict[str, Bytes]:
+    """Return the tensors of a checkpoint by name, put together from its shard files; shape [*tensor, bytes of one]."""
+    wholes: dict[str, Bytes] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with ShardFile(path) as file:
-            for box in file.boxes:
-                part = file.read(box, box)
-                whole = wholes.setdefault(box.name, torch.zeros(box.whole, dtype=part.dtype))
-                whole[tuple(map(slice, box.offset, box.end))] = part
+        for name, whole, offset, part in _parts(path):
+            if name not in wholes:
+                wholes[name] = np.zeros((*whole, part.shape[-1]), np.uint8)
+            places = tuple(slice(start, start + size) for start, size in zip(offset, part.shape[:-1], strict=True))
+            wholes[name][places] = part
     return wholes
 
 
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (one, other)))
+def _parts(path: Path) -> Iterator[tuple[str, list[int], list[int], Bytes]]:
+    """Yield the name, whole shape, offset and bytes of each box of a shard file.
+
+    The format: 8 bytes of length, a JSON header, the numbers (huggingface/safetensors, Format).
+    """
+    data = np.memmap(path, np.uint8, mode="r")
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:begin].tobytes())
+    places = json.loads(header.pop("__metadata__", {}).get(PLACES, "{}"))
+    for key, entry in header.items():
+        shape, (start, end) = entry["shape"], entry["data_offsets"]
+        name, whole, offset = places.get(key) or (key, shape, [0] * len(shape))
+        elements = int(np.prod(shape, dtype=np.int64))
+        width = (end - start) // elements if elements else 1
+        yield name, whole, offset, data[begin + start : begin + end].reshape(*shape, width)
