@@ -65,6 +65,20 @@ def test_ranks_of_all_nodes_come_together(tmp_path: Path):
     assert straggler.facts["rank"] == SLOW and "node1" in straggler.title and "forward" in straggler.evidence
 
 
+@pytest.mark.parametrize("left", [[4, 5, 6], [4, 6, 7], []])
+def test_a_rank_that_is_in_no_later_line_keeps_its_place(tmp_path: Path, left: list[int]):
+    write_run(tmp_path / "run")
+    path = tmp_path / "run/nodes/node1.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1] = node_line(3, left, lines[-1]["time_s"], STEPS)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    facts = facts_of(RunReader.read(tmp_path / "run"), BEGAN_S + 200)
+    assert facts.ranks is not None and facts.ranks.numbers.tolist() == list(range(8))
+    before, last = facts.ranks.own_s[:30], facts.ranks.own_s[30:]
+    assert (before[:, SLOW] == 0.6).all() and (np.delete(before, SLOW, axis=1) == 0.3).all()
+    assert np.isnan(last[:, [rank for rank in range(4, 8) if rank not in left]]).all()
+
+
 def test_ranks_with_unlike_shares_are_compared_by_their_time_for_a_microbatch(tmp_path: Path):
     write_run(tmp_path / "run")
     for path in (tmp_path / "run/nodes").iterdir():

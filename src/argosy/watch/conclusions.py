@@ -113,7 +113,8 @@ def _ranks(lines: dict[str, list[Record]]) -> RankTable | None:
         for node, each in lines.items()
         if (current := [line for line in each if line.get("generation", 0) == newest and line.get("ranks")])
     }
-    places = sorted((rank, node) for node, each in of_node.items() for rank in each[-1]["ranks"])
+    # Of all lines: a rank that has died is in none of the last ones.
+    places = sorted({rank: node for node, each in of_node.items() for line in each for rank in line["ranks"]}.items())
     if not places:
         return None
     numbers = np.array([rank for rank, _ in places])
