@@ -65,7 +65,7 @@ def test_where_runs_queue_a_trial_is_a_run_and_all_are_handed_over(tmp_path: Pat
     engine = Kept(queues=True)
     mine = trials(tmp_path, engine, Limits(trials=1, cores=0, memory_bytes=float("inf")))
     tasks = [task(tmp_path, number, cores=3) for number in range(3)]
-    assert mine.queues and all(mine.fits(one) for one in tasks)
+    assert mine.engine.queues and all(mine.fits(one) for one in tasks)
     mine.start(tasks)
     assert all(isinstance(job, RunJob) and job.cpus_per_node == 3 for job in engine.jobs)
     assert not mine.is_full

@@ -97,7 +97,7 @@ class Driver:
                     return
                 if not fail_alike:
                     self._start(trials)
-                self._stop.wait(self._trials.poll_s)
+                self._stop.wait(self._trials.engine.poll_s)
             self._save_and_end()
 
     def _collect(self) -> None:
@@ -110,7 +110,7 @@ class Driver:
 
     def _end(self, number: int, job: LaunchedJob) -> None:
         task = self._tasks[number]
-        found = outcome(task.run_dir, task.run.train.pause_at, self._trials.exit_code(job), job.log)
+        found = outcome(task.run_dir, task.run.train.pause_at, self._trials.engine.exit_code(job), job.log)
         if found.kind == "reached":
             self._record(number, task.run)
         elif found.kind == "failed":
@@ -196,13 +196,13 @@ class Driver:
 
     def _may_propose(self, ready: int) -> bool:
         at_once = self._limits.trials or TPE_AT_ONCE
-        if self._trials.queues and self._sweep.config.method == "tpe":
+        if self._trials.engine.queues and self._sweep.config.method == "tpe":
             return len(self._jobs) + ready < at_once
         return not self._trials.is_full
 
     def _start_or_queue(self, task: Task, ready: list[Task]) -> bool:
         """Start a task if it fits, or gather it for a place that queues. Return False if it has to wait."""
-        if self._trials.queues:
+        if self._trials.engine.queues:
             ready.append(task)
             return True
         if not self._trials.fits(task):
@@ -250,10 +250,7 @@ class Driver:
         """Write the run file of a trial, and return its task. Raises: UserError if its values do not go together."""
         run_dir = trial_folder(self._folder, trial.number)
         run = self._sweep.run_of(trial.values)
-        fixed: dict[str, object] = {
-            "name": f"{self._sweep.config.name}-{trial.number:04d}",
-            "train__pause_at": until,
-        }
+        fixed: dict[str, object] = {"name": f"{self._sweep.config.name}-{trial.number:04d}", "train__pause_at": until}
         if not run.launch.processes:
             fixed["launch__processes"] = processes(run)
         if not run.launch.threads:
@@ -295,7 +292,7 @@ class Driver:
                 f"{signal.Signals(self._signal).name}: {len(jobs)} trials save their state; once more leaves them"
             )
             self._stop.clear()
-            self._trials.stop(jobs)
+            self._trials.engine.stop_all(jobs)
             self._wait_for(jobs)
         raise Interrupted(
             f"the sweep was stopped by {signal.Signals(self._signal).name}. The same command goes on ({self._folder}).",
@@ -309,7 +306,7 @@ class Driver:
             states = self._trials.states(jobs)
             jobs = [job for job, state in zip(jobs, states, strict=True) if state != "ended"]
             if jobs:
-                self._stop.wait(min(1.0, self._trials.poll_s))
+                self._stop.wait(min(1.0, self._trials.engine.poll_s))
 
     def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number

@@ -215,51 +215,40 @@ class Trials:
 
         Raises: UserError if the engine starts no trials, is not there, or an option has no meaning there.
         """
-        self._engine = engine or engine_for_programs("trials", options, TRIAL_OPTIONS)
-        self._room, self._limits, self._options = (
-            TrialRoom(replace(limits, cores=limits.cores or sys.maxsize)),
-            limits,
-            options,
-        )
+        self.engine = engine or engine_for_programs("trials", options, TRIAL_OPTIONS)
+        """One that queues trials is handed all that are ready at once: it lets them wait until there is room."""
+        self._room = TrialRoom(replace(limits, cores=limits.cores or sys.maxsize))
+        self._limits, self._options = limits, options
         self._name = f"{name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
         self._states: dict[str, JobState] = {}
         """Job -> its state when it was last known, of those that have not ended."""
         self._numbers: dict[str, int] = {}
         self._answered_s = time.monotonic()
 
-    @property
-    def queues(self) -> bool:
-        """True if the engine lets trials wait until there is room: then all that are ready are handed over at once."""
-        return self._engine.queues
-
-    @property
-    def poll_s(self) -> float:
-        return self._engine.poll_s
-
     def fits(self, task: Task) -> bool:
         """Return True if there is room for the trial beside those that run, and not too many wait for the engine's."""
-        return self.queues or (not self._many_wait and self._room.fits(task.needs))
+        return self.engine.queues or (not self._many_wait and self._room.fits(task.needs))
 
     @property
     def is_full(self) -> bool:
         """True if no trial would fit, whatever it needs."""
-        return not self.queues and (self._many_wait or self._room.is_full)
+        return not self.engine.queues and (self._many_wait or self._room.is_full)
 
     @property
     def _many_wait(self) -> bool:
-        return sum(state == "waiting" for state in self._states.values()) >= self._engine.most_waiting
+        return sum(state == "waiting" for state in self._states.values()) >= self.engine.most_waiting
 
     def start(self, tasks: Sequence[Task]) -> list[LaunchedJob]:
         """Start each task, or put it into the engine's queue; return their jobs, in the same order."""
         jobs = [self._job(task, self._room.take(task.number, task.needs)) for task in tasks]
-        started = self._engine.start_all(jobs, self._limits.trials)
+        started = self.engine.start_all(jobs, self._limits.trials)
         for task, job in zip(tasks, started, strict=True):
             self._numbers[job.id], self._states[job.id] = task.number, "waiting"
         return started
 
     def find(self, task: Task) -> LaunchedJob | None:
         """Return the job with this trial that a sweep that was killed has left, if it goes on."""
-        if (job := self._engine.find(self._job(task, ()))) is None:
+        if (job := self.engine.find(self._job(task, ()))) is None:
             return None
         gpus = task.run_dir / LAUNCH_FOLDER / GPUS
         self._room.take(task.number, task.needs, tuple(gpus.read_text().split()) if gpus.exists() else ())
@@ -269,7 +258,7 @@ class Trials:
     def states(self, jobs: Sequence[LaunchedJob]) -> list[JobState]:
         """Return what the engine says of them. If it does not answer for a while, they are as they were."""
         try:
-            found = [state for state, _ in self._engine.states(jobs)]
+            found = [state for state, _ in self.engine.states(jobs)]
             self._answered_s = time.monotonic()
         except NeverFits:
             raise
@@ -284,18 +273,11 @@ class Trials:
                 self._room.give_back(self._numbers.pop(job.id, -1))
         return found
 
-    def exit_code(self, job: LaunchedJob) -> int | None:
-        return self._engine.exit_code(job)
-
-    def stop(self, jobs: Sequence[LaunchedJob]) -> None:
-        """Have these jobs save their state and end, and return without waiting for it."""
-        self._engine.stop_all(jobs)
-
     def _job(self, task: Task, gpus: Sequence[str]) -> Job:
         """Return the job of a task. gpus: those of this machine that it is given."""
         asked = {**self._options.for_engine(), "cpus_per_node": task.needs.cores}
         words = (str(task.run_file),)
-        if self._engine.queues:
+        if self.engine.queues:
             return RunJob(run=task.run, run_dir=task.run_dir, words=words, work_dir=Path.cwd(), **asked)
         folder = task.run_dir / LAUNCH_FOLDER
         environment = {}
@@ -306,7 +288,7 @@ class Trials:
             title=f"{self._name}-{task.number:04d}",
             module="argosy",
             words=("train", *words, "--run-dir", str(task.run_dir)),
-            log=folder / f"{self._engine.name}.out",
+            log=folder / f"{self.engine.name}.out",
             work_dir=Path.cwd(),
             environment=environment,
             memory_bytes=task.needs.memory_bytes,
