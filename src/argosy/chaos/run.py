@@ -206,13 +206,7 @@ def _both(values: Sequence[float | None]) -> str:
 
 
 def run_chaos(
-    run_file: Path,
-    folder: Path,
-    *,
-    seed: int,
-    every_s: float,
-    kinds: Sequence[str],
-    say: Callable[[str], None] = print,
+    run_file: Path, folder: Path, *, seed: int, every_s: float, kinds: Sequence[str], say: Callable[[str], None] = print
 ) -> ChaosReport:
     """Train `run_file` in folder/reference, unless that is done already, and disturbed in folder/seed-SEED; compare.
 

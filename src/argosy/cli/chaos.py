@@ -32,8 +32,6 @@ from argosy.observe.terminal import lasting_output
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy chaos`."""
-
     fault_seed: int = 0
     """Determines the faults and their times; --seed is the run's own."""
     minutes: float = 0.0

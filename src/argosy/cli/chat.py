@@ -35,8 +35,6 @@ RESET, EXIT = "/reset", "/exit"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy chat`."""
-
     path: ModelPath
     system: str = ""
     """The message that says how the model is to answer, if its template has a place for one."""

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LookOptions:
-    """Options of list and verify."""
-
     path: Annotated[Path, tyro.conf.Positional]
     """A run's folder, or one checkpoint."""
     json: bool = False
@@ -97,8 +95,6 @@ class PrunedCheckpoints:
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """Options of prune."""
-
     run_dir: RunPath
     keep_last: int = 2
     """Number of newest checkpoints to keep; at least one verified one always stays."""
@@ -111,8 +107,6 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of export."""
-
     path: Annotated[Path, tyro.conf.Positional]
     """A run's folder (its newest checkpoint) or one checkpoint."""
     out: str
@@ -139,8 +133,6 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """Options of merge."""
-
     path: Annotated[Path, tyro.conf.Positional]
     """The folder of a run that trains an adapter (its newest checkpoint), or one of its checkpoints."""
     out: Path
@@ -153,8 +145,6 @@ class MergeOptions:
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Options of import."""
-
     folder: Annotated[str, tyro.conf.Positional]
     """A Hugging Face folder (config.json, *.safetensors, tokenizer.json), hf://OWNER/NAME, or its URL in a store. With
     --base, an adapter's in PEFT's format."""

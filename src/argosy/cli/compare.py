@@ -22,8 +22,6 @@ from argosy.cli.options import PrintJson, RunPath, parse, read_run
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy compare`."""
-
     a: RunPath
     b: Annotated[Path, tyro.conf.Positional]
     """Another one's."""

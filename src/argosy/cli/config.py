@@ -44,8 +44,6 @@ class Options:
 
 @dataclass(frozen=True)
 class SchemaOptions(Options):
-    """Options of `argosy config schema`."""
-
     of: str = "run"
     """run: run files; else one of these documents, which commands print with --json."""
 

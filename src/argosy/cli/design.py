@@ -26,8 +26,6 @@ from argosy.observe.terminal import told_if_long
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy design`."""
-
     space: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE.toml")]
     """The file of the space."""
     top: int = 10

@@ -19,8 +19,6 @@ from argosy.cli.options import PrintJson, parse
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy docs`."""
-
     topic: Annotated[str, tyro.conf.Positional] = ""
     """The page; without it, all are listed."""
     skill: bool = False

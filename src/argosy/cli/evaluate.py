@@ -24,8 +24,6 @@ from argosy.observe.terminal import told_if_long
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy evaluate`."""
-
     path: ModelPath
     data: Path | None = None
     """A folder that `argosy prepare` wrote; the run's own data if not given."""

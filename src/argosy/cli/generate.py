@@ -34,8 +34,6 @@ MOST_PROMPT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy generate`."""
-
     path: ModelPath
     prompt: str = ""
     """The text to continue; without one, a new document."""

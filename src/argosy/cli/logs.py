@@ -28,8 +28,6 @@ ENDED_KINDS = {"ended", "finished", "failed", "stopped"}
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy logs`."""
-
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False

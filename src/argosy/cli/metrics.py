@@ -28,8 +28,6 @@ from argosy.errors import UserError, missing_extra
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy metrics`."""
-
     run: RunPath
     columns: str = ""
     """Keys, separated by commas, or `all`; without it, the keys that there are are listed."""

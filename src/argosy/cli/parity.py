@@ -38,8 +38,6 @@ PARITY_IDLE_KEYS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy parity`."""
-
     steps: int = 5
     """Optimizer steps, all at the peak learning rate."""
     tolerance: float | None = None

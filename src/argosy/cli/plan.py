@@ -78,8 +78,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy plan`."""
-
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
     """A run file, or the name of a run preset; or use --model. A run's folder: what is left of it, on fewer devices, on
     more, or on each --cluster."""

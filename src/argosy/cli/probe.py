@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy probe`."""
-
     model: str | None = None
     """A model preset, whose shapes are measured."""
     run: Path | None = None

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy replay`."""
-
     run: RunPath
     step: int
     """The last step to run again, counted from 0 as in metrics.jsonl."""

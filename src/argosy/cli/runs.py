@@ -31,8 +31,6 @@ NARROWEST = 80
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy runs`."""
-
     folder: Annotated[Path, tyro.conf.Positional] = Path("runs")
     """The folder to search, or a run's own."""
     where: str = ""

@@ -30,8 +30,6 @@ from argosy.plan.scaling_law import BootstrapEstimate, fit_scaling_law
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy scaling`."""
-
     results: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of runs and of sweeps, and CSV files."""
     budget: Count | None = None

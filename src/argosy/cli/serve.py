@@ -31,8 +31,6 @@ SERVE_TOKEN_VARIABLE = "ARGOSY_SERVE_TOKEN"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy serve`."""
-
     path: ModelPath
     host: HostAddress = "127.0.0.1"
     port: int | None = None

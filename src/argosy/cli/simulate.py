@@ -50,8 +50,6 @@ SIMULATE_IDLE_KEYS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy simulate`."""
-
     world_size: int | None = None
     """Number of all ranks; none: as many as the plan is for."""
     rank: int = 0

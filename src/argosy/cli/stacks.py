@@ -40,8 +40,6 @@ KEPT = 20
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy stacks`."""
-
     run: RunPath
     threads: bool = False
     """Show the other threads of each process too."""

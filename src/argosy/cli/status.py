@@ -21,8 +21,6 @@ from argosy.cli.options import PrintJson, RunPath, parse, read_run
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy status`."""
-
     run: RunPath
     since: str = ""
     """Tell what changed after an `event` of an earlier status, a duration ago (10m), or the last event of a kind."""

@@ -28,8 +28,6 @@ WILL = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy stop`."""
-
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     dry_run: bool = False

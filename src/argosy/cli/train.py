@@ -38,8 +38,6 @@ PROFILE_SHORT, PROFILE_LONG = "--profile", "--observe.profile.steps"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy train`."""
-
     run_dir: Path | None = None
     """The run's folder; runs/NAME if not given."""
     accept_changes: bool = False

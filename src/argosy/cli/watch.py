@@ -43,8 +43,6 @@ WATCH_TOKEN_VARIABLE = "ARGOSY_WATCH_TOKEN"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `argosy watch`."""
-
     run: Annotated[Path, tyro.conf.Positional] = Path("runs")
     """A run's folder, or a folder with runs."""
     host: HostAddress = "127.0.0.1"

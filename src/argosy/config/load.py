@@ -275,10 +275,7 @@ OF_OBJECTIVE: Mapping[str, ObjectiveDefaults] = {
 and Lambert et al. 2024 (Tulu 3); ipo as dpo. simpo: Meng et al. 2024, whose rates are 3e-7 to 1e-6. orpo: Hong et al.
 2024. kto: TRL's script. reward: Touvron et al. 2023 (Llama 2). All decay by a cosine or linearly to about nothing, with
 Adam's usual beta2 and no weight decay."""
-TUNED: Mapping[Key, object] = {
-    key_of("optimizer.beta2"): 0.999,
-    key_of("optimizer.weight_decay"): 0.0,
-}
+TUNED: Mapping[Key, object] = {key_of("optimizer.beta2"): 0.999, key_of("optimizer.weight_decay"): 0.0}
 ADAPTER_LR = 2e-4
 """Hu et al. 2021 (appendix D, GPT-3) and Dettmers et al. 2023 ("QLoRA", table 9), who also give beta2 and no weight
 decay: of text and of conversations."""

@@ -15,16 +15,7 @@ from argosy.plan.cost.traffic import ENDS, STAGE, WORLD
 from argosy.plan.cost.traffic import WIRE_AXES as TRAFFIC_AXES
 
 Category = Literal[
-    "data",
-    "forward",
-    "backward",
-    "pipeline",
-    "communication",
-    "optimizer",
-    "check",
-    "evaluate",
-    "checkpoint",
-    "user",
+    "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "evaluate", "checkpoint", "user"
 ]
 """`communication` is the part that backward did not hide; `pipeline` is forward and backward where a schedule
 interleaves them, waits included; `check` is the replay check, including the wait for the ranks that replay, and writing
@@ -101,12 +92,7 @@ def clear(words: memoryview, at: int) -> None:
 
 
 def add_step(
-    words: memoryview,
-    at: int,
-    step: int,
-    seconds: Mapping[str, float],
-    communication: Communication,
-    memory_bytes: int,
+    words: memoryview, at: int, step: int, seconds: Mapping[str, float], communication: Communication, memory_bytes: int
 ) -> None:
     words[at + STEPS_SLOT] += 1
     words[at + LAST_STEP_SLOT] = step

@@ -12,7 +12,7 @@ programs (CVE-2020-8694, "Platypus"). What is written down of them is whole joul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -148,10 +148,8 @@ class EnergyMeter:
 
 def totals_of(path: Path) -> tuple[float, float]:
     """Return joules and device-seconds of all lines that a node has written so far, from the last that tells."""
-    for line in from_the_end(path):
-        if isinstance(energy := line.get("energy"), dict):
-            return float(energy.get("total_joules", 0)), float(energy.get("total_device_s", 0))
-    return 0.0, 0.0
+    energy = _last_line(path).get("energy", {})
+    return float(energy.get("total_joules", 0)), float(energy.get("total_device_s", 0))
 
 
 class CataloguePower:
@@ -322,7 +320,7 @@ def _told(run_dir: Path) -> tuple[float, float, set[str]]:
 
     A node of the newest world is counted up to now, at its mean power: its last line is some seconds old.
     """
-    last = list(_last_lines(run_dir))
+    last = [line for path in sorted((run_dir / "nodes").glob("*.jsonl")) if (line := _last_line(path))]
     newest = max((line.get("generation", 0) for line in last), default=0)
     joules, device_s = 0.0, 0.0
     sources: set[str] = set()
@@ -336,12 +334,10 @@ def _told(run_dir: Path) -> tuple[float, float, set[str]]:
     return joules, device_s, sources
 
 
-def _last_lines(run_dir: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted((run_dir / "nodes").glob("*.jsonl")):
-        for line in from_the_end(path):
-            if {"total_joules", "total_device_s"} <= (line.get("energy") or {}).keys():
-                yield line
-                break
+def _last_line(path: Path) -> dict[str, Any]:
+    """Return the last line of a node with its totals; empty without one."""
+    totals = {"total_joules", "total_device_s"}
+    return next((line for line in from_the_end(path) if totals <= (line.get("energy") or {}).keys()), {})
 
 
 def _rounded(costs: Costs, per: int = 1) -> Costs:

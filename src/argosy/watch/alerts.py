@@ -147,9 +147,7 @@ def dead(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
         ends = facts.of("finish", "replan_failed")
         why = str(ends[-1].get("why", "")) if ends else ""
         yield AlertCondition(
-            True,
-            f"the run has failed{f': {why}' if why else ''}",
-            "Look at its logs; the same command goes on.",
+            True, f"the run has failed{f': {why}' if why else ''}", "Look at its logs; the same command goes on."
         )
     elif facts.state == "dead":
         do = "The same command goes on from the newest checkpoint."
