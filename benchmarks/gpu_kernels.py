@@ -68,6 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "softcap": {"attention": {"softcap": 30.0}},
     "fp8": {},
     "fp8_rowwise": {},
+    "fp8_blockwise": {},
     "mxfp8": {},
 }
 DOCUMENTS = (1, 3, 5, 9, 17)

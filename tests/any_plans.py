@@ -35,7 +35,7 @@ def plans(size: st.SearchStrategy[int], **others: st.SearchStrategy[Any]) -> st.
         schedule=st.sampled_from(sorted(SCHEDULES)),
         context=st.sampled_from(["ring", "ulysses"]),
         recompute=st.sampled_from(["none", "selective", "full"]),
-        precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "mxfp8"]),
+        precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8"]),
         weights=st.sampled_from(["fp32", "fp32", "bf16"]),
         async_tp=st.sampled_from([False, False, True]),
         overlap_experts=st.sampled_from([False, False, True]),

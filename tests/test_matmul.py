@@ -9,7 +9,16 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from argosy import matmul
-from argosy.matmul import ROWS_MULTIPLE, dense, dense_by_group, fp8_by_group
+from argosy.matmul import (
+    ROWS_MULTIPLE,
+    blocks_by_kernel,
+    dense,
+    dense_by_group,
+    fp8_by_block,
+    fp8_by_group,
+    rows_by_block,
+    tiles_in_fp8,
+)
 from argosy.models.layers import Linear
 from argosy.precision import use_fp8
 
@@ -142,6 +151,38 @@ def test_what_is_not_finite_stays_so_in_fp8() -> None:
     assert y[7].isnan().all() and y[[*range(7), *range(8, 25)]].isfinite().all()
     y[7].sum().backward()
     assert weights.grad[1].isnan().any() and weights.grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [256, 200, 7])
+def test_fp8_rounds_blocks_and_an_outlier_costs_its_own_alone(rows: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight, slopes = (torch.randn(shape, generator=generator) for shape in ((rows, 256), (384, 256), (rows, 384)))
+    x[3, :128] *= 2.0**20  # beside this the other half of its row would be nothing in fp8
+    weight[:128, :128] = 0
+    x, weight = x.bfloat16().requires_grad_(), weight.requires_grad_()
+    y = fp8_by_block(x[None], weight)[0]
+    exact = F.linear(x.float(), weight)
+    found = torch.autograd.grad(y, (x, weight), slopes.bfloat16())
+    wanted = torch.autograd.grad(exact, (x, weight), slopes.bfloat16().float())
+    assert (y.dtype, found[0].dtype, found[1].dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert ((y - exact).norm(dim=1) < 0.06 * exact.norm(dim=1)).all()
+    assert (y[3, :128] - exact[3, :128]).norm() < 0.06 * exact[3, :128].norm()
+    assert ((found[0] - wanted[0]).norm(dim=1) < 0.06 * wanted[0].norm(dim=1)).all()
+    for half in (slice(128), slice(128, None)):
+        assert (found[1][:, half] - wanted[1][:, half]).norm() < 0.06 * wanted[1][:, half].norm()
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(128, 128, 128), (256, 384, 640)])
+def test_torch_takes_blocks_as_they_are_laid_out(rows: int, inputs: int, outputs: int) -> None:
+    x, weight, slopes = (
+        torch.empty(a, b, device="meta") for a, b in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+    of_weight = tiles_in_fp8(weight)
+    assert blocks_by_kernel(*rows_by_block(x), *of_weight).shape == slopes.shape
+    assert blocks_by_kernel(*rows_by_block(slopes), *tiles_in_fp8(weight.mT)).shape == x.shape
+    assert blocks_by_kernel(*rows_by_block(slopes.mT), *rows_by_block(x.mT)).shape == weight.shape
+    with pytest.raises(RuntimeError, match="blockwise scaling"):  # so it does look
+        blocks_by_kernel(*rows_by_block(x), of_weight[0], of_weight[1].new_empty(outputs // 128, 1 + inputs // 128 + 4))
 
 
 @pytest.mark.parametrize(

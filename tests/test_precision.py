@@ -268,14 +268,14 @@ def test_mxfp8_is_refused_where_no_matmul_takes_its_scales(monkeypatch, capabili
 
 @pytest.mark.parametrize("name", preset_names("devices"))
 def test_the_planner_and_the_start_refuse_alike(monkeypatch, name):
-    device, experts = find_device(name), decoder(**EXPERTS)
+    device, experts = find_device(name), decoder(**BLOCKS, moe=EXPERTS["moe"] | {"expert_ffn_width": 128})
     if device.compute_capability is None:
         pytest.skip("the driver gives no compute capability")
     pretend(monkeypatch, divmod(round(10 * device.compute_capability), 10), torchao=True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device.name)
     monkeypatch.setattr("argosy.precision.fp8_product", lambda *_: None)
     monkeypatch.setattr("argosy.precision.mxfp8_product", lambda *_: None)
-    for model, has_experts in ((nn.Sequential(Linear(64, 32)), False), (experts, True)):
+    for model, has_experts in ((nn.Sequential(Linear(128, 128)), False), (experts, True)):
         for precision in FP8:
             predicted = device.why_not_in(precision, has_experts)
             try:
@@ -343,10 +343,11 @@ def refusal_of_tp(world: World, model: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("precision", FP8)
 def test_converted_layers_round_and_keep_their_parameters(precision):
-    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
-    layer = FeedForward(feed_forward_table(64, 128))
+    if precision != "fp8_blockwise":
+        pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    layer = FeedForward(feed_forward_table(128, 256))
     before = dict(layer.named_parameters())
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = layer(x).detach()
     use_fp8(layer, torch.device("cpu"), precision, emulate=True)
     y = layer(x)
@@ -375,6 +376,8 @@ def test_scales_of_rows_keep_small_rows_that_one_scale_loses():
 
 SPLIT = {"width": 64, "ffn_width": 128, "head_width": 16, "qkv_bias": True, "ffn_bias": True}
 """Sizes of which two ranks have multiples of 16 each; matrices cut by outputs and by inputs have biases."""
+BLOCKS = {"width": 128, "ffn_width": 256, "heads": 4, "kv_heads": 4, "head_width": 64}
+"""Sizes of which two ranks have multiples of 128 each."""
 EXPERTS = SPLIT | {"moe": {"experts": 4, "experts_per_token": 2, "expert_ffn_width": 64, "shared_experts": 1}}
 ROWS = np.sort(np.random.default_rng(0).integers(0, 400, (4, 33)).astype(np.int32), axis=1)
 
@@ -386,7 +389,7 @@ def emulated(world: World, precision: str, model: dict[str, Any] = SPLIT) -> tup
     step.forward_backward(batch)
     first = gradients(step.state.model)
     step.state.model.zero_gradients()
-    return [made_step(step, batch, 3e-3)[0] for _ in range(10)], first
+    return [made_step(step, batch, 0.2 / model["width"])[0] for _ in range(10)], first
 
 
 def emulated_step(world: World, plan: str, model: dict[str, Any]) -> Step:
@@ -396,11 +399,12 @@ def emulated_step(world: World, plan: str, model: dict[str, Any]) -> Step:
 
 @pytest.mark.parametrize(
     ("precision", "model"),
-    [("fp8", SPLIT), ("fp8_rowwise", SPLIT), ("fp8_rowwise", EXPERTS), ("mxfp8", SPLIT)],
-    ids=["whole", "rows", "experts", "blocks"],
+    [("fp8", SPLIT), ("fp8_rowwise", SPLIT), ("fp8_rowwise", EXPERTS), ("mxfp8", SPLIT), ("fp8_blockwise", BLOCKS)],
+    ids=["whole", "rows", "experts", "parts of rows", "blocks"],
 )
 def test_layers_split_over_ranks_round_as_whole_ones_do(workers, precision, model):
-    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    if precision != "fp8_blockwise":
+        pytest.importorskip("torchao", reason="the extra fp8 is not installed")
     ((_, exact),) = workers.run(1, emulated, "fp32", model)
     ((whole_losses, whole),) = workers.run(1, emulated, precision, model)
     split_losses, split = workers.run(2, emulated, precision, model)[0]
@@ -415,7 +419,9 @@ def losses_of(world: World, plan: str, model: dict[str, Any] = EXPERTS) -> list[
     """The losses of ten steps on the same rows, which the ranks share."""
     step = emulated_step(world, plan, model)
     mine = ROWS[step.state.model.dp_rank :: Plan.parse(plan).dp]
-    return [made_step(step, list(microbatches(mine, len(mine) // 2, 0, CPU)), 3e-3)[0] for _ in range(10)]
+    return [
+        made_step(step, list(microbatches(mine, len(mine) // 2, 0, CPU)), 0.2 / model["width"])[0] for _ in range(10)
+    ]
 
 
 def test_experts_in_fp8_train_as_in_bf16(workers):
@@ -425,11 +431,19 @@ def test_experts_in_fp8_train_as_in_bf16(workers):
     assert narrow == pytest.approx(wide, rel=5e-3) and narrow != pytest.approx(wide, rel=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["precision=mxfp8", "dp_shard=2,zero=3,precision=mxfp8"])
-def test_dense_layers_in_mxfp8_train_as_in_bf16(workers, plan):
-    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
-    wide = workers.run(1, losses_of, "precision=bf16", SPLIT)[0]
-    narrow = workers.run(Plan.parse(plan).world_size, losses_of, plan, SPLIT)[0]
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        ("precision=mxfp8", SPLIT),
+        ("dp_shard=2,zero=3,precision=mxfp8", SPLIT),
+        ("dp_shard=2,zero=3,recompute=full,precision=fp8_blockwise", BLOCKS),
+    ],
+)
+def test_dense_layers_with_scales_of_blocks_train_as_in_bf16(workers, plan, model):
+    if model is not BLOCKS:
+        pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    wide = workers.run(1, losses_of, "precision=bf16", model)[0]
+    narrow = workers.run(Plan.parse(plan).world_size, losses_of, plan, model)[0]
     assert wide[-1] < 0.7 * wide[0]
     assert narrow == pytest.approx(wide, rel=5e-3) and narrow != pytest.approx(wide, rel=1e-5)
 

@@ -1,5 +1,5 @@
 """The products of dense layers and of experts: `F.linear`, a faster kernel for fp32 where the CPU's BLAS leaves half of
-it unused, or, of experts, fp8.
+it unused, or fp8: of experts by rows, of dense layers by blocks.
 
 torch multiplies fp32 matrices with MKL, which takes AVX2 on a CPU that is not Intel's, also where there is AVX-512.
 oneDNN, which torch brings for bf16, takes what there is: on a Zen 5 it is about twice as fast (benchmarks/results).
@@ -233,3 +233,102 @@ def _fp8_of_nothing(a: Tensor, a_factors: Tensor, b: Tensor, b_factors: Tensor, 
 @register_flop_formula(torch.ops.argosy.fp8_by_group)
 def _fp8_flops(a_shape: torch.Size, _: Any, b_shape: torch.Size, *__: Any, **___: Any) -> int:
     return 2 * a_shape.numel() * b_shape[-2]
+
+
+# In fp8 with scales for blocks. M and N are rows of two matrices, K what a product sums over, in k = K / 128 blocks
+
+SCALED_BLOCK = 128
+"""Numbers of a row that have one scale, and rows of a weight too: the kernel knows no others."""
+
+
+class _Fp8ByBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NX: Tensor, weight_YX: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NX, weight_YX)
+        return _product_of_blocks(*rows_by_block(_whole_blocks(x_NX)), *tiles_in_fp8(weight_YX))[: len(x_NX)]
+
+    @staticmethod
+    def backward(ctx: Any, dy_NY: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_NX, weight_YX = ctx.saved_tensors
+        dx_NX = dw_YX = None
+        dy_MY = _whole_blocks(dy_NY)
+        if ctx.needs_input_grad[0]:
+            dx_NX = _product_of_blocks(*rows_by_block(dy_MY), *tiles_in_fp8(weight_YX.mT))[: len(x_NX)].to(x_NX.dtype)
+        if ctx.needs_input_grad[1]:
+            parts = *rows_by_block(dy_MY.mT), *rows_by_block(_whole_blocks(x_NX).mT)
+            dw_YX = _product_of_blocks(*parts).to(weight_YX.dtype)
+        return dx_NX, dw_YX
+
+
+def fp8_by_block(x: Tensor, weight_YX: Tensor) -> Tensor:
+    """Return x [..., X] times the transposed weight, in bf16, of inputs in fp8 with scales for blocks (DeepSeek-V3
+    2024, section 3.3.2): one for 128 numbers of a row of x or of a gradient, one for 128 x 128 of the weight. Backward
+    likewise; a weight's gradient sums blocks of 128 tokens. X and Y are multiples of 128. A CPU multiplies in fp32.
+    """
+    y: Tensor = _Fp8ByBlock.apply(x.flatten(0, -2), weight_YX)
+    return y.unflatten(0, x.shape[:-1])
+
+
+def _whole_blocks(x_NX: Tensor) -> Tensor:
+    """Return the rows and zeros that fill the last block."""
+    missing = -len(x_NX) % SCALED_BLOCK
+    return F.pad(x_NX, (0, 0, 0, missing)) if missing else x_NX
+
+
+def rows_by_block(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x in fp8, and what 128 numbers of each row are to be multiplied by to be those of x again [M, k]."""
+    codes, factors_Mk = in_fp8(x_MK.unflatten(1, (-1, SCALED_BLOCK)))
+    return codes.flatten(1), factors_Mk
+
+
+def tiles_in_fp8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight in fp8, and what each 128 x 128 of it is to be multiplied by [N / 128, k]."""
+    tiles = weight_NK.unflatten(1, (-1, SCALED_BLOCK)).unflatten(0, (-1, SCALED_BLOCK)).transpose(1, 2)
+    codes, factors = in_fp8(tiles.flatten(2))
+    return codes.view(tiles.shape).transpose(1, 2).flatten(2).flatten(0, 1), factors
+
+
+torch.library.define(
+    "argosy::fp8_by_block",
+    "(Tensor a, Tensor a_factors, Tensor b, Tensor b_factors) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _product_of_blocks(a_MK: Tensor, a_factors: Tensor, b_NK: Tensor, b_factors: Tensor) -> Tensor:
+    """Return a times the transposed b, bf16; b has a factor for 128 numbers of each row, or for each 128 x 128."""
+    y_MN: Tensor = torch.ops.argosy.fp8_by_block(a_MK, a_factors, b_NK, b_factors)
+    return y_MN
+
+
+def blocks_by_kernel(a_MK: Tensor, a_factors: Tensor, b_NK: Tensor, b_factors: Tensor) -> Tensor:
+    """Do so by torch's kernel, whose factors lie by columns, those of tiles with a multiple of four in each."""
+    of_rows, of_tiles = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    by_column = a_factors.mT.contiguous().mT
+    if len(b_factors) == len(b_NK):
+        recipe, b_factors = of_rows, b_factors.mT.contiguous().mT
+    else:
+        recipe, b_factors = of_tiles, F.pad(b_factors, (0, -b_factors.shape[1] % 4)).mT
+    y_MN: Tensor = F.scaled_mm(a_MK, b_NK.mT, by_column, of_rows, b_factors, recipe, output_dtype=torch.bfloat16)
+    return y_MN
+
+
+torch.library.impl("argosy::fp8_by_block", "default", blocks_by_kernel)
+
+
+@torch.library.impl("argosy::fp8_by_block", "cpu")
+def _blocks_on_cpu(a_MK: Tensor, a_factors: Tensor, b_NK: Tensor, b_factors: Tensor) -> Tensor:
+    b_factors = b_factors.repeat_interleave(len(b_NK) // len(b_factors), 0)
+    both = ((a_MK, a_factors), (b_NK, b_factors))
+    a, b = (x.float() * factors.repeat_interleave(SCALED_BLOCK, 1) for x, factors in both)
+    return F.linear(a, b).bfloat16()
+
+
+@torch.library.register_fake("argosy::fp8_by_block")
+def _blocks_of_nothing(a_MK: Tensor, a_factors: Tensor, b_NK: Tensor, b_factors: Tensor) -> Tensor:
+    return a_MK.new_empty(len(a_MK), len(b_NK), dtype=torch.bfloat16)
+
+
+@register_flop_formula(torch.ops.argosy.fp8_by_block)
+def _flops_of_blocks(a_shape: torch.Size, _: Any, b_shape: torch.Size, *__: Any, **___: Any) -> int:
+    return 2 * a_shape.numel() * b_shape[0]

@@ -12,7 +12,7 @@ The random bits are a hash of seed, step, tensor and the element's place in the 
 every mesh and after a resume, and no generator's state has to be saved.
 
 For fp16 the loss is scaled (Micikevicius et al. 2018): gradients too small for fp16 are scaled up. Linear layers
-multiply in fp8 through torchao, experts by torch's own product.
+multiply in fp8 through torchao, experts and whole blocks by torch's own products.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from argosy.accelerator import capability, device_name, is_amd_with_fp8
 from argosy.errors import UserError, missing_extra
-from argosy.matmul import dense, fp8_by_group
+from argosy.matmul import dense, fp8_by_block, fp8_by_group
 from argosy.plan.cost.exact_state import INT8_BLOCK
 from argosy.plan.plan import FP8, Precision, why_not_in_fp8
 
@@ -225,7 +225,7 @@ def check_fp8(device: torch.device, precision: str = "fp8", has_experts: bool = 
     able, of_amd, name = capability(device), is_amd_with_fp8(device), device_name(device)
     if (why := why_not_in_fp8(precision, able, of_amd, has_experts, name, "bf16")) is not None:
         raise UserError(why)
-    if importlib.util.find_spec("torchao") is None:
+    if precision != "fp8_blockwise" and importlib.util.find_spec("torchao") is None:
         raise missing_extra("torchao", "fp8", f"plan.precision = {precision}")
 
 
@@ -265,10 +265,16 @@ def use_fp8(
             f"plan.precision = {precision} finds no linear layer whose sizes on a rank are multiples of "
             f"{FP8[precision]}. Try precision=bf16, a smaller tp, or other model.width and model.ffn_width."
         )
-    of_layer = mxfp8_product(emulate) if precision == "mxfp8" else fp8_product(precision, emulate)
+    product = _product_of_layers(precision, emulate)
     for module in modules:
-        module.product = of_layer if isinstance(module, nn.Linear) else fp8_by_group
+        module.product = product if isinstance(module, nn.Linear) else fp8_by_group
     return modules
+
+
+def _product_of_layers(precision: Precision, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    if precision == "fp8_blockwise":
+        return fp8_by_block
+    return mxfp8_product(emulate) if precision == "mxfp8" else fp8_product(precision, emulate)
 
 
 def fp8_product(precision: Precision, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:

@@ -84,7 +84,8 @@ def test_spaces_order_and_a_last_comma_do_not_matter(text):
         ("tp=two", 'plan.tp = "two": must be a whole number above 0.\n  Try 1'),
         (
             "precision=fp4",
-            'plan.precision = "fp4": must be one of "fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "mxfp8".',
+            'plan.precision = "fp4": must be one of "fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "fp8_blockwise", '
+            '"mxfp8".',
         ),
         ("zero=4", "plan.zero = 4: must be a whole number of at least 0 and of at most 3.\n  Try 3"),
         ("schedule=zvb", 'plan.schedule = "zvb": must be one of "gpipe", "1f1b",'),

@@ -194,6 +194,12 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     ),
     (
         rules.number_formats_go_together,
+        "precision=fp8_blockwise",
+        {"model": {"moe": {"experts": 8}}},
+        "plan.precision = fp8_blockwise with experts: in eight bits, theirs have a scale for each row",
+    ),
+    (
+        rules.number_formats_go_together,
         "precision=mxfp8,microbatch=2",
         {"data": {"seq_len": 24}},
         "plan.precision = mxfp8 with 48 tokens of a microbatch on a rank: gradients of weights are sums of 32",

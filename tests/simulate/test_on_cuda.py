@@ -23,6 +23,7 @@ from tiny import LATENT, LINEAR, run_config
 MOE = {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "balance": "bias"}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
+    "blocks": {"width": 128, "ffn_width": 256, "heads": 4, "head_width": 64},
     "deep": {"layers": 4},
     "wide": {"ffn_width": 2048},  # only activations from 64 KiB on are offloaded
     "tied": {"tie_embeddings": True, "attention_bias": True, "qk_norm": True, "kv_heads": 1},
@@ -96,13 +97,15 @@ def test_the_host_waits_twice_in_a_step(model: str, plan: str, sections: dict[st
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        *(("dense", f"tp=2,precision={precision}") for precision in FP8),
+        *(("dense", f"tp=2,precision={precision}") for precision in FP8 if precision != "fp8_blockwise"),
+        ("blocks", "tp=2,precision=fp8_blockwise"),
         ("experts", "precision=fp8_rowwise"),
         ("experts", "dp_shard=2,zero=3,precision=fp8_rowwise,recompute=full,fp8_gather=true"),
     ],
 )
 def test_it_waits_no_oftener_in_fp8(model: str, plan: str) -> None:
-    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    if "blockwise" not in plan:
+        pytest.importorskip("torchao", reason="the extra fp8 is not installed")
     test_the_host_waits_twice_in_a_step(model, plan, {})
 
 

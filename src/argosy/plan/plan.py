@@ -18,14 +18,16 @@ from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
 from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, USUAL_OF_SITES, WITH_SERVERS, Sync
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "mxfp8"]
-FP8: dict[Precision, int] = {"fp8": 16, "fp8_rowwise": 16, "mxfp8": 32}
-"""Matmuls in eight bits: with one scale for a whole matrix, one for each of its rows, or one for 32 numbers of a row.
-Both sides of a rank's share of a matrix are multiples of these numbers: others are multiplied in bf16."""
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8"]
+FP8: dict[Precision, int] = {"fp8": 16, "fp8_rowwise": 16, "fp8_blockwise": 128, "mxfp8": 32}
+"""Matmuls in eight bits: with one scale for a whole matrix, one for each of its rows, one for 128 numbers of a row and
+for 128 x 128 of a weight, or one for 32 numbers of a row. Both sides of a rank's share of a matrix are multiples of
+these numbers: others are multiplied in bf16."""
 FP8_CORES = (8, 9)
 """CUDA compute capability of the first devices with fp8 (Ada; Hopper is 9.0)."""
 FP8_BY_GROUP = (9, 0)
-"""Capability of the only devices with `F.scaled_grouped_mm` in fp8 by rows: torch 2.13 tests no others."""
+"""Capability of the only devices with `F.scaled_grouped_mm` in fp8 by rows, of which torch 2.13 tests no others, and
+with `F.scaled_mm` by blocks, which cuBLAS has for no others."""
 MXFP8_CORES = 10
 """The major number of that of devices whose matmuls take a scale for each 32 numbers in fp8 (B200, B300)."""
 
@@ -46,13 +48,15 @@ def why_not_in_fp8(
     """
     has_fp8 = is_amd_with_fp8 or capability >= FP8_CORES
     where = f"{who} (compute capability {capability[0]}.{capability[1]})" if any(capability) else who
+    hopper = "a GPU of compute capability 9.0 (Hopper), the only one for which torch multiplies {} in fp8"
     if precision == "mxfp8" and capability[0] != MXFP8_CORES:
         needs, others = "a GPU of compute capability 10 (B200, B300)", "fp8_rowwise" if has_fp8 else others
+    elif precision == "fp8_blockwise" and capability != FP8_BY_GROUP:
+        needs, others = hopper.format("by blocks"), "fp8_rowwise" if has_fp8 else others
     elif not has_fp8:
         needs = "a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), or AMD's from CDNA 3 on"
     elif has_experts and capability != FP8_BY_GROUP:
-        precision = f"{precision} with experts"
-        needs = "a GPU of compute capability 9.0 (Hopper), the only one for which torch multiplies them in fp8"
+        precision, needs = f"{precision} with experts", hopper.format("them")
     else:
         return None
     return f"plan.precision = {precision} needs {needs}; this one is {where}. Try precision={others}."
@@ -129,8 +133,8 @@ class Plan(Section, Quantities[int]):
     layers: Ratio = ""
     """Layers of each pipeline stage, in the model's order: 5:3 of 8. Empty: dealt out by cost (`split_layers`)."""
     precision: Precision = "fp32"
-    """Number format of the model's arithmetic; fp8: of matmuls, with a scale for each matrix, (rowwise) each row, or
-    (mxfp8) each 32 numbers."""
+    """Number format of the model's arithmetic; fp8: of matmuls, with a scale for each matrix, (rowwise) each row,
+    (blockwise) 128 numbers of a row and 128 x 128 of a weight, or (mxfp8) each 32 numbers."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Number format of the weights that the optimizer updates; bf16 ones are rounded stochastically."""
     reduce: Literal["fp32", "bf16"] = "fp32"

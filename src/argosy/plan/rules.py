@@ -295,10 +295,10 @@ def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
 
 @rule(
     lambda p, run: (
-        (p.is_("precision", "fp8", "mxfp8") & (run.model.moe.experts > 0))
+        (p.is_("precision", "fp8", "fp8_blockwise", "mxfp8") & (run.model.moe.experts > 0))
         | (p.is_("precision", "fp16") & p.is_("weights", "bf16"))
         | (p.is_("precision", "mxfp8") & (p.microbatch * run.data.seq_len // p.cp % FP8["mxfp8"] != 0))
-        | (p.is_("fp8_gather", True) & p.is_("precision", "fp32", "bf16", "fp16", "fp8", "mxfp8"))
+        | (p.is_("fp8_gather", True) & ~p.is_("precision", "fp8_rowwise"))
     )
 )
 def number_formats_go_together(plan: Plan, run: RunConfig) -> str:

@@ -93,6 +93,8 @@ def test_nvidias_devices_have_a_compute_capability_and_no_others(name):
         ("h100", "mxfp8", False, r"needs .* capability 10 .*; this one is H100-SXM .* Try precision=fp8_rowwise\."),
         ("b200", "fp8_rowwise", True, r"with experts needs .* 9\.0 \(Hopper\).* \(compute capability 10\.0\)"),
         ("b200", "mxfp8", False, None),
+        ("b200", "fp8_blockwise", False, r"fp8_blockwise needs .* 9\.0 \(Hopper\).* Try precision=fp8_rowwise"),
+        ("h100", "fp8_blockwise", False, None),
         ("h200", "fp8_rowwise", True, None),
         ("rtx-5090", "mxfp8", False, r"compute capability 12\.0"),
         ("rtx-5090", "fp8", False, None),
