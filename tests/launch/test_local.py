@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -23,9 +20,10 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
-from argosy.launch.local import Following, RunDisplay, fork_server, shown, train, would_train
+from argosy.launch.local import fork_server, train, would_train
 from argosy.observe.events import Metrics, read_lines
 from argosy.observe.report import Report
+from argosy.observe.surfaces import RunDisplay
 from argosy.parallel.world import World
 from argosy.supervise.agent import Agent
 from tiny import EAGER, losses, run_config, train_in
@@ -173,53 +171,3 @@ def test_a_port_in_use_is_refused_before_any_worker_starts(corpus, tmp_path):
         with pytest.raises(UserError, match=rf"launch\.port = {port} is in use .* Try launch\.port = 0"):
             launch(run_config(corpus), corpus, tmp_path, port=port)
     assert not events(tmp_path, "worker_started") and not store.committed(tmp_path)
-
-
-def test_what_is_printed_to_the_descriptor_is_written_to_an_output_that_has_none():
-    out = io.StringIO()
-    with redirect_stdout(out), shown() as where:
-        subprocess.run(["/bin/echo", "step 1\nbroken \udcff"], stdout=where.stdout, check=True)
-    assert out.getvalue() == "step 1\nbroken \N{REPLACEMENT CHARACTER}\n"
-
-
-def test_an_output_that_was_closed_keeps_nobody_waiting():
-    out = io.StringIO()
-    with redirect_stdout(out), shown() as where:
-        out.close()
-        os.write(where.stdout, b"words\n" * 100_000)  # more than a pipe holds
-
-
-def test_the_standard_output_needs_no_detour():
-    code = "from argosy.launch.local import shown\nwith shown() as where: print(where.stdout, where.screen)"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout == "None None\n"
-
-
-def add(path: Path, *steps: int, loss: float = 1.0) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps({"step": step, "loss": loss}) + "\n" for step in steps)
-
-
-def steps(records: list[dict[str, Any]]) -> list[int]:
-    return [record["step"] for record in records]
-
-
-def test_the_last_lines_are_told_before_the_block_ends(tmp_path):
-    told = []
-    with Following(tmp_path, told.append, stop=lambda: None):
-        add(tmp_path / "metrics.jsonl", 0, 1)
-    assert steps(told) == [0, 1]
-
-
-def test_an_error_of_the_caller_stops_the_run_and_is_raised(tmp_path):
-    stopped = []
-
-    def fail(record: dict[str, Any]) -> None:
-        raise StopIteration("mine")
-
-    with (
-        pytest.raises(StopIteration, match="mine"),
-        Following(tmp_path, fail, stop=lambda: stopped.append(1)),
-    ):
-        add(tmp_path / "metrics.jsonl", 0, 1)
-    assert len(stopped) == 1

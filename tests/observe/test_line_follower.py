@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from argosy.observe import line_follower
-from argosy.observe.line_follower import DENSE, LineFollower
+from argosy.observe.line_follower import DENSE, Following, LineFollower
 
 
 def add(path: Path, *steps: int, loss: float = 1.0) -> None:
@@ -173,3 +173,24 @@ def test_near_the_end_a_line_without_end_is_passed_over(tmp_path):
     with path.open("ab") as file:
         file.write(b'\n{"step": 1}\n')
     assert tail.take() == [{"step": 1}]
+
+
+def test_the_last_lines_are_told_before_the_block_ends(tmp_path):
+    told = []
+    with Following(tmp_path, told.append, stop=lambda: None):
+        add(tmp_path / "metrics.jsonl", 0, 1)
+    assert steps(told) == [0, 1]
+
+
+def test_an_error_of_the_caller_stops_the_run_and_is_raised(tmp_path):
+    stopped = []
+
+    def fail(record: dict[str, Any]) -> None:
+        raise StopIteration("mine")
+
+    with (
+        pytest.raises(StopIteration, match="mine"),
+        Following(tmp_path, fail, stop=lambda: stopped.append(1)),
+    ):
+        add(tmp_path / "metrics.jsonl", 0, 1)
+    assert len(stopped) == 1

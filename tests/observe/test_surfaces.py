@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from argosy.observe import surfaces
 from argosy.observe.panel import RunView, panel
-from argosy.observe.surfaces import SVG_POINTS, TerminalSurface, curves, in_html, is_in_notebook
+from argosy.observe.screen import RunFolder
+from argosy.observe.surfaces import SVG_POINTS, TerminalSurface, curves, in_html, is_in_notebook, shown
 from emulator import Emulator
 
 RECORD = {
@@ -154,3 +159,27 @@ def test_curves_are_whole_svg_and_stay_inside():
 def test_one_step_has_no_curve():
     assert curves(RunView(losses=[(0, 3.0)])) == ""
     assert re.sub("<.*?>", "", in_html(RunView(doing="starting"), [])).strip() == "starting"
+
+
+def no_folder(run_dir: Path) -> RunFolder:
+    raise AssertionError("nothing shows a run where no terminal is")
+
+
+def test_what_is_printed_to_the_descriptor_is_written_to_an_output_that_has_none():
+    out = io.StringIO()
+    with redirect_stdout(out), shown(no_folder) as where:
+        subprocess.run(["/bin/echo", "step 1\nbroken \udcff"], stdout=where.stdout, check=True)
+    assert out.getvalue() == "step 1\nbroken \N{REPLACEMENT CHARACTER}\n"
+
+
+def test_an_output_that_was_closed_keeps_nobody_waiting():
+    out = io.StringIO()
+    with redirect_stdout(out), shown(no_folder) as where:
+        out.close()
+        os.write(where.stdout, b"words\n" * 100_000)  # more than a pipe holds
+
+
+def test_the_standard_output_needs_no_detour():
+    code = "from argosy.observe.surfaces import shown\nwith shown(None) as where: print(where.stdout, where.screen)"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "None None\n"

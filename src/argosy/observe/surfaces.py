@@ -1,4 +1,6 @@
-"""A terminal in which a run is shown: lines that stay, and below them the panel, or one line where it has no room.
+"""The places where a run is shown: a terminal, a notebook, any other output (`shown` finds out which).
+
+In a terminal there are lines that stay, and below them the panel, or one line where it has no room.
 
 Each frame is one write: the cursor goes up to the panel's first line, lines are written over, the rest is erased, and
 the cursor rests below the panel. So no state is left in the terminal when the process is killed at any moment: no
@@ -16,9 +18,12 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
+from threading import Thread
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -26,7 +31,8 @@ from rich.console import Console
 from rich.text import Text
 
 from argosy.observe.panel import RunView, figures, fits, one_line, panel
-from argosy.observe.screen import Line
+from argosy.observe.screen import Line, RunFolder, Screen, read_lines_of
+from argosy.observe.terminal import has_live_line
 
 UP, ERASE_LINE_END, ERASE_BELOW = "\x1b[{}A", "\x1b[K", "\x1b[J"
 """ECMA-48: CUU, EL 0, ED 0."""
@@ -227,3 +233,78 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         return list(points)
     groups = [points[at : at + size] for at in range(0, len(points), size)]
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
+STANDARD = 1
+END_S = 5.0
+"""Time for which the last words are waited for: a process that outlives the run may still hold the pipe."""
+
+
+@dataclass(frozen=True)
+class RunDisplay:
+    """The places where a run's processes print, and the screen that shows it."""
+
+    stdout: int | None = None
+    """A descriptor; None: this process's standard output."""
+    stderr: int | None = None
+    screen: Screen | None = None
+    """Shows the run, if somebody looks."""
+
+
+@contextmanager
+def shown(folder_of: Callable[[Path], RunFolder], quiet: bool = False) -> Iterator[RunDisplay]:
+    """Show in this block what processes print to the descriptors that it yields. folder_of: as of `Screen`.
+
+    In a terminal and in a notebook a screen shows the run, unless it is to be `quiet`. In any other output without a
+    descriptor (a StringIO) lines are passed on as they are; to any other, processes print themselves.
+    """
+    out = sys.stdout
+    if out is None:
+        yield RunDisplay()
+    elif not quiet and is_in_notebook():
+        with _screen(Screen(NotebookSurface(), folder_of), has_stderr=False) as found:
+            yield found
+    elif not _is_standard(out):
+        with _pipe(lambda reader: _pass_on(reader, out)) as writer:
+            yield RunDisplay(stdout=writer)
+    elif not quiet and has_live_line(out):
+        with _screen(Screen(TerminalSurface(out), folder_of), has_stderr=sys.stderr.isatty()) as found:
+            yield found
+    else:
+        yield RunDisplay()
+
+
+@contextmanager
+def _screen(screen: Screen, has_stderr: bool) -> Iterator[RunDisplay]:
+    with ExitStack() as held:
+        held.enter_context(screen)
+        writer = held.enter_context(_pipe(lambda reader: read_lines_of(reader, screen)))
+        yield RunDisplay(stdout=writer, stderr=writer if has_stderr else None, screen=screen)
+
+
+@contextmanager
+def _pipe(read: Callable[[int], None]) -> Iterator[int]:
+    """Yield the end of a pipe to write to; `read` is called in a thread with the other one, which it closes."""
+    reader, writer = os.pipe()
+    passing = Thread(target=read, args=(reader,), name="argosy-output", daemon=True)
+    passing.start()
+    try:
+        yield writer
+    finally:
+        os.close(writer)
+        passing.join(END_S)
+
+
+def _is_standard(out: TextIO) -> bool:
+    try:
+        return out.fileno() == STANDARD
+    except (AttributeError, OSError, ValueError):  # it has no descriptor, as a StringIO or a notebook's
+        return False
+
+
+def _pass_on(reader: int, out: TextIO) -> None:
+    with open(reader, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with suppress(OSError, ValueError):  # it was closed; the workers must not wait for it
+                out.write(line)
+                out.flush()
