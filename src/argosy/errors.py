@@ -7,8 +7,9 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from argosy.credentials import redact
 
@@ -200,3 +201,11 @@ def first_error(problem: ValidationError) -> str:
 def missing_extra(package: str, extra: str, what_for: str) -> UserError:
     """Return the error for an optional package that is not installed; it names the extra that installs it."""
     return UserError(f"{what_for} needs the package `{package}`. Install it: pip install 'argosy[{extra}]'")
+
+
+def imported(module: str, extra: str, what_for: str) -> Any:
+    """Return a module of an optional package. Raises: UserError, as of `missing_extra`."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise missing_extra(module.partition(".")[0], extra, what_for) from None

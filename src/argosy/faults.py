@@ -311,16 +311,8 @@ def _append(path: Path | None, record: Mapping[str, Any]) -> None:
 FOR_EVER_S = 1_000_000
 
 
-def _stop(_: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _kill(_: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _terminate(_: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+def _signal(number: signal.Signals) -> Callable[[Fault], None]:
+    return lambda _: os.kill(os.getpid(), number)
 
 
 def _exit(fault: Fault) -> NoReturn:
@@ -367,9 +359,9 @@ def _take_memory(fault: Fault) -> None:
 _hoard: list[bytes] = []
 
 ACTIONS: dict[str, Callable[[Fault], None]] = {
-    "kill": _kill,
-    "stop": _stop,
-    "term": _terminate,
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "term": _signal(signal.SIGTERM),
     "exit": _exit,
     "raise": _raise,
     "sleep": _sleep,

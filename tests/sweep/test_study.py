@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -92,14 +91,8 @@ def test_the_parameter_that_decides_is_important(tmp_path: Path) -> None:
 
 
 def test_without_optuna_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real = sweep(tmp_path, "random"), builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name.startswith("optuna"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    asked = sweep(tmp_path, "random")
+    monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UserError, match=r"pip install 'argosy\[sweep\]'"):
         Study(tmp_path, asked)
     assert not (tmp_path / STUDY_JOURNAL).exists()

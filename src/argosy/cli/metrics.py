@@ -23,7 +23,7 @@ import tyro
 
 from argosy.cli.documents import WrittenFile, answer, lines_of, write, write_file
 from argosy.cli.options import RunPath, parse, read_run
-from argosy.errors import UserError, missing_extra
+from argosy.errors import UserError, imported
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,8 @@ def _rows(table: dict[str, list[Any]]) -> Iterator[StepRow]:
 
 
 def _parquet_of(table: dict[str, list[Any]]) -> bytes:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_extra("pyarrow", "parquet", "argosy metrics --format parquet") from None
+    modules = ("pyarrow", "pyarrow.parquet")
+    pyarrow, parquet = (imported(name, "parquet", "argosy metrics --format parquet") for name in modules)
     file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(table), file)
+    parquet.write_table(pyarrow.table(table), file)
     return file.getvalue()

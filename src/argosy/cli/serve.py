@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from argosy.cli.documents import write
 from argosy.cli.options import HostAddress, ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
 from argosy.data.stores.store import spelled
-from argosy.errors import UserError, missing_extra
+from argosy.errors import UserError, imported
 from argosy.observe.terminal import printable, told_if_long
 
 if TYPE_CHECKING:
@@ -61,11 +61,8 @@ class ServedModel:
 
 def main(argv: list[str]) -> int:
     options = parse(argv, "argosy serve", Options)
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise missing_extra(error.name or "starlette", "serve", "argosy serve") from None
+    for module in ("starlette", "uvicorn"):
+        imported(module, "serve", "argosy serve")
     from argosy.config.launch import is_loopback
     from argosy.watch.http import listening, new_token, token_of, url
 

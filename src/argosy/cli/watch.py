@@ -32,7 +32,7 @@ import tyro
 
 from argosy.cli.documents import write
 from argosy.cli.options import HostAddress, parse
-from argosy.errors import ArgosyWarning, UserError, missing_extra
+from argosy.errors import ArgosyWarning, UserError, imported
 
 if TYPE_CHECKING:
     from argosy.watch.mcp_server import Allowed
@@ -83,23 +83,19 @@ def main(argv: list[str]) -> int:
     if options.terminal:
         return int(import_module("argosy.watch.terminal").main(root))
     allowed = _allowed(options)
+    if options.mcp or options.mcp_http:
+        imported("mcp", "mcp", "argosy watch --mcp")
     if options.mcp:
-        _need_mcp()
         _speak_over_pipes(root, allowed)
         return 0
-    try:
-        import msgspec  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise missing_extra(error.name or "starlette", "watch", "argosy watch") from None
+    for module in ("msgspec", "starlette", "uvicorn"):
+        imported(module, "watch", "argosy watch")
     from argosy.config.launch import is_loopback
     from argosy.watch.http import listening, new_token, token_of, url
     from argosy.watch.serve import server_of
 
     mcp = None
     if options.mcp_http:
-        _need_mcp()
         from argosy.watch.mcp_server import server_of_runs
 
         mcp = server_of_runs(root, allowed)
@@ -142,13 +138,6 @@ def _speak_over_pipes(root: Path, allowed: list[Allowed]) -> None:
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)  # Python would wait for the thread that reads stdin
     server_of_runs(root, allowed).run("stdio")
-
-
-def _need_mcp() -> None:
-    try:
-        import mcp  # noqa: F401
-    except ImportError as error:
-        raise missing_extra(error.name or "mcp", "mcp", "argosy watch --mcp") from None
 
 
 def _folder(path: Path) -> Path:

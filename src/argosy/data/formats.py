@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from argosy.config.data import PrepareConfig
 from argosy.data.conversations import BadRecord, Record, names_in
 from argosy.data.sources import RECORDS, InputFile
-from argosy.errors import UserError, a_kind, missing_extra
+from argosy.errors import UserError, a_kind, imported
 
 EMPTY = "empty document"
 BROKEN_UTF8 = "broken UTF-8"
@@ -127,11 +127,7 @@ def _decompressed(stream: Any, compression: str) -> BinaryIO:
 
 
 def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise missing_extra("zstandard", "zstd", "Reading .zst files") from None
-    return zstandard
+    return imported("zstandard", "zstd", "Reading .zst files")
 
 
 def _read_text(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[Text | BadInput]:
@@ -273,11 +269,7 @@ def _field_text(value: Any, where: str, url: str = "") -> Text | BadInput:
 def _read_parquet(
     stream: BinaryIO, name: str, fields: RecordFields, most_bytes: int, within: Span
 ) -> Iterator[Text | BadInput]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise missing_extra("pyarrow", "parquet", f"Reading {name}") from None
+    pa, pq = (imported(module, "parquet", f"Reading {name}") for module in ("pyarrow", "pyarrow.parquet"))
     columns = [column for column in (fields.text, fields.url) if column]
     try:
         table = pq.ParquetFile(stream if stream.seekable() else io.BytesIO(_read_all(stream, name, most_bytes)))

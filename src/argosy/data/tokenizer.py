@@ -24,7 +24,7 @@ from argosy.config.data import TokenizerEngine
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import is_model_folder, read_beside
 from argosy.data.stores.store import is_url
-from argosy.errors import ArgosyWarning, UserError, missing_extra
+from argosy.errors import ArgosyWarning, UserError, imported
 from argosy.files import atomic_write, read_at_most
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -333,10 +333,7 @@ def _huggingface(path: Path) -> Callable[[Sequence[str]], Ragged]:
 
 
 def _fastokens(path: Path) -> Callable[[Sequence[str]], Ragged]:
-    try:
-        import fastokens
-    except ImportError:
-        raise missing_extra("fastokens", "fast-tokenizer", "engine = fastokens") from None
+    fastokens = imported("fastokens", "fast-tokenizer", "engine = fastokens")
     tokenizer = None
 
     def encode(texts: Sequence[str]) -> Ragged:

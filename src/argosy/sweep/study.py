@@ -19,7 +19,7 @@ from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import dump, save_run
 from argosy.config.schema import RunConfig
 from argosy.config.section import dotted, flatten
-from argosy.errors import UserError, missing_extra
+from argosy.errors import UserError, imported
 from argosy.files import atomic_write, lock_or_holder, made_folder
 from argosy.launch.run_folder import refuse_others
 from argosy.sweep.load import Scalar, Sweep, SweepParameter, Values, drawn, load_sweep
@@ -280,11 +280,7 @@ def check_optuna() -> None:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-        import optuna.importance
-    except ImportError:
-        raise missing_extra("optuna", "sweep", "argosy sweep") from None
+    optuna, _ = (imported(module, "sweep", "argosy sweep") for module in ("optuna", "optuna.importance"))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

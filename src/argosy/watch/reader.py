@@ -256,8 +256,6 @@ class RunTail(RunFiles):
 
 MOST_READ_SAMPLES = 1000
 
-__all__ = ["RunReader", "is_run"]
-
 
 class RunReader(RunFiles):
     """All that a run's folder tells. `refresh` reads what was added; between two calls nothing changes.
