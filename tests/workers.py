@@ -19,8 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from argosy.checkpoint import save
+from argosy.engines import local
 from argosy.observe import clock
 from argosy.parallel.world import World, leave_world
+from argosy.processes import fork_server
+from warm import WarmChild
 
 POOL_SIZE = 8
 STARTED_AT_ONCE = 4
@@ -93,9 +97,13 @@ class WorkerPool:
 
 
 def make_the_tests_process_light() -> None:
-    """Settings of each process that trains tiny models: one thread, and a short look at how fast its matmuls are."""
+    """Settings of each process that trains tiny models: one thread, a short look at how fast its matmuls are, children
+    that are forked.
+    """
     torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
     clock.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
+    for module in (save, local, fork_server):
+        module.Child = WarmChild  # type: ignore[attr-defined, misc]
 
 
 def next_world(world: World, store: Path, size: int | None = None) -> World:
