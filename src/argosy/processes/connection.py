@@ -295,7 +295,7 @@ class BadMessage(Exception):
 class WireRecord(BaseModel):
     """Base of the messages and their parts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def encoded(message: WireRecord) -> bytes:
