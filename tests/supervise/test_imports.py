@@ -16,8 +16,7 @@ LIGHT = (
     "argosy.launch.local",
     "argosy.resilience.replanner",
     "argosy.resilience.node_health",
-    "argosy.resilience.replanner",
-    *(f"argosy.processes.{name}" for name in ("channel", "child", "fork_server")),
+    *(f"argosy.processes.{name}" for name in ("child", "fork_server")),
     *(f"argosy.chaos.{path.stem}" for path in (PACKAGE / "chaos").glob("*.py")),
     *(f"argosy.supervise.{path.stem}" for path in (PACKAGE / "supervise").glob("*.py") if path.stem != "worker"),
 )
