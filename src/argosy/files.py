@@ -90,6 +90,11 @@ def write_unsynced(path: Path, *data: bytes, by: str = "") -> None:
     partial.replace(path)
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home folder in place of ~; that of an unknown user stays as it is, and leads nowhere."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  - Path.expanduser raises RuntimeError
+
+
 def make_folder(path: Path) -> None:
     """Make the folder `path` and those above it, where they are missing; on return their names are on the disk.
 

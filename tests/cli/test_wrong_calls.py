@@ -19,6 +19,7 @@ from argosy.cli.documents import schema_of
 MEANINGLESS = """
 trian
 train garbage.toml
+train ~nobody/run.toml
 train broken.toml
 train folder
 train --train.steps -5
@@ -51,6 +52,7 @@ stop folder
 sweep nowhere.toml
 sweep garbage.toml
 sweep broken.toml
+sweep broken.toml --gpus-per-trial -1
 prepare nowhere.txt --out data
 prepare garbage.toml --vocab-size 0 --out data
 watch nowhere
@@ -92,12 +94,14 @@ chaos parity --minutes -1
 probe --model llama3-8
 probe --device h10
 probe --minutes 0
+probe --minutes inf
 probe --site oslo
 plan
 plan --model none --cluster 8xh100
 plan --model llama3-8b
 plan --model llama3-8b --cluster 8xnothing
 plan --model llama3-8b --cluster 0xh100
+plan --model llama3-8b --cluster ~nobody/cluster.toml
 plan --model llama3-8b --cluster 8xh100 --fix "tp=|"
 plan --model llama3-8b --cluster 8xh100 --within never
 plan --model llama3-8b --cluster 8xh100 --serve --draft x
@@ -109,6 +113,7 @@ scaling nowhere.csv --budget 1e21
 scaling garbage.toml --budget 1e21
 simulate nowhere.toml
 simulate parity --plan tp=3
+simulate parity --world-size 0
 docs nowhere
 docs ../../etc/passwd
 config
@@ -117,6 +122,8 @@ config show nowhere.toml
 config show garbage.toml
 config schema --of nothing
 config device mine
+config device mine --bf16-tflops 1 --memory-gb 1 --memory-gb-s 1
+config show --model.weights ~nobody/weights
 """
 """Each says something that cannot be done in a folder with `garbage.toml`, `broken.toml` and an empty `folder`."""
 WRONG_VALUES = {"Literal": "nonsense", "int": "1.5.2", "float": "many", "Count": "1.5.2"}

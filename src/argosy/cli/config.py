@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import tyro
+from pydantic import ValidationError
 
 from argosy.cli.documents import DOCUMENTS, WrittenFile, answer, schema_of, write, write_file
 from argosy.cli.options import PrintJson, act, parse, parse_run
@@ -27,7 +28,7 @@ from argosy.config.layers import preset_layer, preset_names, preset_path
 from argosy.config.load import RUN_FILE, build
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
+from argosy.errors import UserError, first_error
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import DEVICE_FORMATS, DataSheet, find_device
 from argosy.plan.parameters import parameters
@@ -182,7 +183,11 @@ def _device(argv: list[str]) -> None:
     order = ("bf16", "fp16", *DEVICE_FORMATS)
     rates: dict[str, float] = {fmt: rate for fmt in order if (rate := getattr(options, f"{fmt}_tflops")) is not None}
     given = {f.name: getattr(options, f.name) for f in fields(DataSheet) if f.name != "tflops"}
-    device = DataSheet(rates, **given).device(options.name)
+    try:
+        device = DataSheet(rates, **given).device(options.name)
+    except ValidationError as problem:
+        why = first_error(problem).removeprefix("Value error, ")
+        raise UserError(f"{options.name}: no device has such figures: {why}") from None
     path = options.out or Path(f"{options.name}.toml")
     if path.exists():
         raise UserError(f"{path} exists already. Choose another --out, or remove it first.")

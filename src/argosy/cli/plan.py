@@ -45,6 +45,7 @@ from argosy.config.load import load
 from argosy.config.section import Count, WholeCount
 from argosy.config.train import LoraBase
 from argosy.errors import UserError
+from argosy.files import expanded
 from argosy.observe.terminal import told_if_long
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Objective
@@ -231,7 +232,7 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
         raise UserError(
             f"--model {options.model} needs --cluster, e.g. --cluster 8xh100 (nodes in a file: see docs/planning.md)."
         )
-    path = Path(options.model).expanduser()
+    path = expanded(options.model)
     if not (path.is_dir() or path.suffix == ".json" or "/" in options.model):
         return of_model(options.model, cluster, asked)
     from argosy.models.hf import import_config  # takes seconds: it imports torch

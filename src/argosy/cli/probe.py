@@ -16,6 +16,7 @@ Examples:
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def _check(options: Options) -> None:
         raise UserError("--site measures links only. Leave out --processes and --device.")
     if options.model is not None and options.run is not None:
         raise UserError("--model and --run both name a model: give one of them.")
-    if not options.minutes > 0 or options.processes < 0:
+    if not 0 < options.minutes < math.inf or options.processes < 0:
         raise UserError("--minutes must be above 0 and --processes at least 0. Try --minutes 5.")
     if not options.out.absolute().parent.is_dir():
         raise UserError(f"--out {options.out}: there is no folder {options.out.absolute().parent}.")

@@ -72,6 +72,8 @@ class Options:
 def main(argv: list[str]) -> None:
     options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options, idle=SIMULATE_IDLE_KEYS)
     check_approved(run.extend.code, options.trust_code)
+    if options.world_size is not None and options.world_size < 1:
+        raise UserError(f"--world-size {options.world_size}: must be at least 1. Leave it out for that of the plan.")
     from argosy.plan.hardware.clusters import Cluster
     from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate
     from argosy.simulate.timeline import write_chrome_trace

@@ -24,7 +24,7 @@ import tyro
 from argosy.cli.documents import DryRun, answer, show_dry_run
 from argosy.cli.options import PrintJson, parse
 from argosy.config.launch import ClusterOptions, EngineName
-from argosy.errors import RunFailed
+from argosy.errors import RunFailed, UserError
 from argosy.observe.terminal import lasting_output
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Options(ClusterOptions, _SweepOptions):
 @lasting_output()
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy sweep", Options)
+    if options.gpus_per_trial < 0:
+        raise UserError(f"--gpus-per-trial {options.gpus_per_trial}: must be at least 0. Try --gpus-per-trial 1.")
     from argosy.sweep.driver import run_sweep, show_sweep, would_sweep
     from argosy.sweep.load import load_sweep
 

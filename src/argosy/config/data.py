@@ -11,6 +11,7 @@ import tyro
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema, model_validator
 
 from argosy.config.section import Section
+from argosy.files import expanded
 
 
 class CacheConfig(Section):
@@ -27,7 +28,7 @@ class CacheConfig(Section):
     def path(self) -> Path:
         """The folder in use: `folder`, or the default."""
         if self.folder:
-            return Path(self.folder).expanduser().absolute()
+            return expanded(self.folder).absolute()
         caches = os.environ.get("XDG_CACHE_HOME", "")
         return (Path(caches) if caches else Path.home() / ".cache") / "argosy" / "data"
 

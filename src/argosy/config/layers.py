@@ -18,6 +18,7 @@ from argosy.config.problems import KeyPlace
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, Section, dotted, flatten, key_fields, key_of, value_type
 from argosy.errors import ArgosyWarning, UserError, near_names
+from argosy.files import expanded
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 
@@ -182,7 +183,7 @@ def _absolute(path: object, folder: Path) -> object:
         or _SLASHED_URL.match(text)
     ):
         return path
-    return os.path.normpath(folder / Path(path).expanduser())
+    return os.path.normpath(folder / expanded(path))
 
 
 def _plan_text(table: dict[str, object]) -> object:

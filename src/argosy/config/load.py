@@ -37,6 +37,7 @@ from argosy.config.problems import ELSEWHERE, KeyPlace, Problem, problem_of, sho
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, Section, dotted, key_fields, key_of, nest, sections, value_type
 from argosy.errors import UserError, near_names
+from argosy.files import expanded
 
 DEFAULT_RUN = "demo"
 RUN_FILE = "run.toml"
@@ -214,7 +215,7 @@ def run_preset(source: str | Path | None) -> Path | None:
 
 def run_file(source: str) -> Path:
     """The run file at `source`. Raises: UserError if there is none, with the names that are near."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_file():
         return path
     if path.is_dir():

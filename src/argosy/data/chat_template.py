@@ -21,7 +21,7 @@ from argosy.data.conversations import BadRecord, Conversation, Message
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, tokenizer_file
 from argosy.errors import UserError
-from argosy.files import read_at_most
+from argosy.files import expanded, read_at_most
 
 TEMPLATE, TOKENIZER_CONFIG, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 """Files beside a tokenizer.json: its chat template, or its settings that have one, and its special tokens."""
@@ -168,7 +168,7 @@ class ChatTemplate:
         special = {name: token for name, value in names.items() if name.endswith("_token") and (token := _token(value))}
         if given in BUILT_IN:
             return cls(BUILT_IN[given], special, given)
-        path = Path(given).expanduser() if given else beside / TEMPLATE
+        path = expanded(given) if given else beside / TEMPLATE
         if given and not path.is_file():
             raise UserError(
                 f"{key} = {given}: there is no such file. Name a jinja file, or one of {', '.join(BUILT_IN)}."

@@ -25,7 +25,7 @@ from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.stores.store import is_url, spelled, upload
 from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_of, usage_of
 from argosy.errors import DataError, RunFailed, UserError, first_error
-from argosy.files import atomic_write, make_folder
+from argosy.files import atomic_write, expanded, make_folder
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import printable
 from argosy.plan.hardware.devices import GIB, is_path
@@ -41,7 +41,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     """Prepare the data and fill in the sizes; return the complete run and its open data. Raises: UserError."""
     cluster_of(run)  # refuse a wrong launch.cluster before anything takes time
     if is_path(run.launch.cluster):
-        path = Path(run.launch.cluster).expanduser().absolute()
+        path = expanded(run.launch.cluster).absolute()
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
     theirs = None if run.model.weights is None else tokenizer_of(run.model.weights)
     run = _with_objective(_with_tokenizer(run, theirs))

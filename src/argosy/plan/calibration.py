@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.files import expanded
 from argosy.plan.cost.breakdown import MEMORY_FACTORS, OF_TIME
 from argosy.plan.cost.estimate import seconds
 from argosy.plan.cost.prediction import Prediction, predict
@@ -227,7 +228,7 @@ class FinishedRun:
 
 def cluster_file(named: str | None) -> Path:
     """Return the file to write factors to: the named one, or that of `argosy probe`. Raises: UserError."""
-    path = PROBED if named is None else Path(named).expanduser()
+    path = PROBED if named is None else expanded(named)
     if path.suffix != ".toml" or not path.is_file():
         raise UserError(
             f"--learn writes factors into a cluster's file, and {path} is not one. Write one with argosy probe, or "

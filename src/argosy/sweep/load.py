@@ -24,6 +24,7 @@ from argosy.config.problems import KeyPlace, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, dotted, flatten, key_fields, key_of, nest, sections, value_type
 from argosy.errors import UserError, near_names
+from argosy.files import expanded
 from argosy.plan.search.auto import check_written
 from argosy.sweep.config import Range, SweepConfig
 
@@ -214,7 +215,7 @@ def _base(path: Path, config: SweepConfig, inline: dict[str, Any] | None, lines:
     if preset := run_preset(config.run):
         return load_layers(file_layer(preset, preset.name, Path.cwd()), {}, Path.cwd())
     try:
-        file = existing_run_file(str(folder / Path(config.run).expanduser()))
+        file = existing_run_file(str(folder / expanded(config.run)))
     except UserError as error:
         raise UserError(f"{path}:{lines.get(('run',), 1)}: run = {shown(config.run)}: {error}") from None
     return load_layers(file_layer(file, str(file), file.absolute().parent), {}, file.absolute().parent)

@@ -22,6 +22,7 @@ from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.manifest import SHARD_FILES, TOKENIZER, Manifest
 from argosy.errors import ArgosyError, RunFailed, UserError, missing_extra
+from argosy.files import expanded
 
 SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
 STORE_CONNECT_S, STORE_ANSWER_S = 5, 30
@@ -251,7 +252,7 @@ def keys_of_profile() -> dict[str, str]:
     """
     if "AWS_ACCESS_KEY_ID" in os.environ:
         return {}
-    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    path = expanded(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
     profiles = configparser.ConfigParser(interpolation=None)
     try:
         profiles.read(path)

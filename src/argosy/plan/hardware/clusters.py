@@ -47,7 +47,7 @@ from argosy.config.lines import read_toml
 from argosy.config.load import build
 from argosy.config.section import Section
 from argosy.errors import UserError, near_names
-from argosy.files import atomic_write
+from argosy.files import atomic_write, expanded
 from argosy.plan.hardware.devices import Device, device_names, find_device, is_path
 from argosy.plan.hardware.measurements import Measurements
 from argosy.plan.hardware.topology import Topology, hosts_of
@@ -372,7 +372,7 @@ class Cluster(Section):
         if all(groups):
             return cls(name=text, groups=tuple(_group(*group.groups(), text=text) for group in groups if group))
         if is_path(text):
-            return cls.load(Path(text).expanduser())
+            return cls.load(expanded(text))
         raise UserError(
             f"cluster {text!r} is neither NxDEVICE, such as 8xh100, nor a .toml file, nor a preset; "
             f"{near_names(text, preset_names('clusters'))}"
@@ -403,7 +403,7 @@ class Cluster(Section):
 def settle_device(table: Any, key: str, folder: Path) -> None:
     """Make the path of a device's file, as a table of another file names it, relative to that file's folder."""
     if isinstance(table, dict) and isinstance(device := table.get(key), str) and is_path(device):
-        table[key] = str(folder / Path(device).expanduser())
+        table[key] = str(folder / expanded(device))
 
 
 def _group(count: str, per_node: str | None, device_name: str, *, text: str, device: Device | None = None) -> NodeGroup:

@@ -25,6 +25,7 @@ from argosy.config.load import build
 from argosy.config.optimizer import Fraction
 from argosy.config.section import Section
 from argosy.errors import UserError, near_names
+from argosy.files import expanded
 from argosy.plan.hardware.technology import Keys, Silicon
 from argosy.plan.plan import FP8, why_not_in_fp8
 
@@ -326,7 +327,7 @@ def find_device(name: str) -> Device:
     Raises: UserError with similar names if there is none; another device is never taken instead.
     """
     if is_path(name):
-        return Device.load(Path(name).expanduser())
+        return Device.load(expanded(name))
     plain = name.strip().lower().replace("_", "-").replace(" ", "-")
     likely_first = sorted(preset_names("devices"), key=lambda preset: not preset.startswith(plain[:3]))
     found = next(
