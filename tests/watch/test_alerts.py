@@ -127,6 +127,15 @@ def test_an_alert_does_not_flap_while_it_comes_and_goes():
     assert states(said) == [("stall", "begins")]
 
 
+@pytest.mark.parametrize("process", ["launcher", "launcher-node2"])
+def test_a_full_disk_that_no_line_tells_of_ends_with_its_finding(process: str) -> None:
+    full = event("disk_full", NOW_S - 5, process, why="3 MiB are left on its disk")
+    facts = healthy(events=[full], disks=disk(50))
+    alerts = Alerts(AlertsConfig(on=("disk_filling",)))
+    said = [alert for after_s in (0.0, 300.0, 700.0, 700.0 + CALM_S) for alert in alerts.look(at(facts, after_s))]
+    assert states(said) == [("disk_filling", "begins"), ("disk_filling", "ends")]
+
+
 def test_between_two_limits_an_alert_stays_as_it_is():
     alerts = Alerts(AlertsConfig(on=("disk_filling",), disk_free_gb=5.0))
     said = []
