@@ -49,6 +49,17 @@ def test_kueue_is_told_the_queue_on_the_jobset_alone():
     assert "research" not in str(made["spec"]) + str(belongings(asked, PLACE, "s" * 32, "uid"))
 
 
+def test_gpus_are_asked_for_as_their_device_plugin_calls_them():
+    def asked(**options: Any) -> dict[str, str]:
+        (container,) = pod_of(request(gpus_per_node=8, **options))["containers"]
+        return container["resources"]["limits"]
+
+    assert asked() == {"nvidia.com/gpu": "8"}
+    assert asked(gpu_resource="habana.ai/gaudi") == {"habana.ai/gaudi": "8"}
+    with pytest.raises(UserError, match=r"--gpu-resource amd: no resource of a device plugin\. Try amd\.com/gpu"):
+        Kubernetes().check(request(gpu_resource="amd"))
+
+
 @pytest.mark.parametrize("option", ["partition", "namespace"])
 def test_a_name_that_kubernetes_does_not_take_is_refused(option):
     with pytest.raises(UserError, match=f"--{option} a b: no name that Kubernetes takes"):

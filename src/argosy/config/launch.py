@@ -173,6 +173,8 @@ class _Machines:
     """CPUs of each; slurm, ray: 0 asks for whole nodes, for this job alone."""
     gpus_per_node: NonNegativeInt = 0
     """GPUs of each; 0 asks for none. ssh: use this many; 0: all."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """kubernetes: the resource that a GPU is there, e.g. amd.com/gpu or habana.ai/gaudi."""
     memory_per_node: str = ""
     """Memory of each, in the cluster's words: slurm 64G, kubernetes 64Gi. Empty: what the cluster gives."""
     hosts: str = ""

@@ -165,7 +165,7 @@ def _container(job: RunJob, place: ClusterPlace) -> Object:
     wanted = {
         "cpu": str(job.cpus_per_node or ""),
         "memory": job.memory_per_node,
-        "nvidia.com/gpu": str(job.gpus_per_node or ""),
+        job.gpu_resource: str(job.gpus_per_node or ""),
     }
     resources = {name: value for name, value in wanted.items() if value}
     return {

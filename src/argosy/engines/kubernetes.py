@@ -41,6 +41,8 @@ DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 """A DNS label (RFC 1123), as Kubernetes takes it for a JobSet and a namespace."""
 QUEUE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 """The name of a LocalQueue of Kueue, which stands in a label."""
+RESOURCE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?")
+"""The name of what a device plugin offers, with its vendor's domain."""
 MADE_AT_LAUNCH = "made when the run is launched"
 STEP_IN_LOG = re.compile(rb"\bstep\s+(\d+)/")
 TAIL_LINES = 200
@@ -56,6 +58,7 @@ class Kubernetes(Engine):
             "nodes",
             "cpus_per_node",
             "gpus_per_node",
+            "gpu_resource",
             "memory_per_node",
             "namespace",
             "partition",
@@ -78,6 +81,8 @@ class Kubernetes(Engine):
                 "--on kubernetes: no volume is given. Name a PersistentVolumeClaim that all pods can write to, for the "
                 "data and the run's folder: --volume CLAIM."
             )
+        if not RESOURCE_NAME.fullmatch(job.gpu_resource):
+            raise UserError(f"--gpu-resource {job.gpu_resource}: no resource of a device plugin. Try amd.com/gpu.")
         for option, name, form in ("namespace", job.namespace, DNS_LABEL), ("partition", job.partition, QUEUE_NAME):
             if name and not form.fullmatch(name):
                 raise UserError(
