@@ -86,7 +86,7 @@ class Agent:
             self._swarm.said_hello(self)
             self._hello()
         for frame in frames:
-            self._obey(decoded(frame, FROM_COORDINATOR))
+            self.obey(decoded(frame, FROM_COORDINATOR))
         if self.connection.problem and not self.is_told_of_the_end:
             raise SystemExit(f"{self.name}: {self.connection.problem}")
 
@@ -106,7 +106,7 @@ class Agent:
         self.say(say.AgentHello(folder=folder, name=self.name, host=address, slots=SLOTS, is_checking=True))
         self.say(say.NodeChecked(health=HEALTH))
 
-    def _obey(self, message: FromCoordinator) -> None:
+    def obey(self, message: FromCoordinator) -> None:
         match message:
             case say.HeartbeatReply():
                 now_s = time.monotonic()

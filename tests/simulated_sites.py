@@ -271,7 +271,6 @@ class Country:
         """What each site has, for messages."""
         return json.dumps({
             name: {"up": site.is_up, "ranks": site.rounds, "ledger": len(site.ledger.lines),
-                   "number": site.exchange._number, "adopts": site.exchange._recovery.is_under_way,
                    "status": json.loads(site.sites.status.read_text())}
             for name, site in self.sites.items()
         })  # fmt: skip

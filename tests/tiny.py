@@ -123,10 +123,10 @@ def laid_out(world: World, plan: Plan, **sections: dict[str, Any]) -> ParallelMo
     return apply(plan, run_config(Path("no data"), **sections), world)
 
 
-def train_step(world: World, plan: Plan, **sections: dict[str, Any]) -> Step:
+def train_step(world: World, plan: Plan, clock: StepClock | None = None, **sections: dict[str, Any]) -> Step:
     """The training step of that model, with nothing done yet."""
     run = run_config(Path("no data"), **sections)
-    return Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, StepClock(world.device))
+    return Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, clock or StepClock(world.device))
 
 
 def made_step(step: Step, batch: list[Microbatch], lr: float) -> list[float]:

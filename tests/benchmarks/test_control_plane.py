@@ -35,10 +35,10 @@ def test_a_small_swarm_goes_through_all_that_is_measured(control_plane, tmp_path
 
 def test_a_swarm_that_stands_still_says_what_it_has_seen_and_keeps_the_folder(control_plane, tmp_path, monkeypatch):
     """Here a worker of one node never starts, and without it and with no spare there is no world."""
-    obey = control_plane.Agent._obey
+    obey = control_plane.Agent.obey
     is_the_one = lambda agent, message: agent.name == "node00000" and getattr(message, "slot", -1) == 7  # noqa: E731
     monkeypatch.setattr(control_plane, "LIMIT_S", 1.5)
-    monkeypatch.setattr(control_plane.Agent, "_obey", lambda a, m: None if is_the_one(a, m) else obey(a, m))
+    monkeypatch.setattr(control_plane.Agent, "obey", lambda a, m: None if is_the_one(a, m) else obey(a, m))
     monkeypatch.setattr(control_plane.Swarm, "connect", lambda swarm: swarm.agents.extend(
         control_plane.Agent(number, swarm) for number in range(2)))  # fmt: skip
     with pytest.raises(SystemExit) as stood_still:

@@ -184,7 +184,7 @@ def _taken_with_a_stop(claims: Claims, point: str) -> bool:
         return stopped
 
     place, name = {
-        "create": (os, "open"), "write": (module, "_write"), "sync": (module, "sync_folder"), "look": (claims, "newest")
+        "create": (os, "open"), "write": (os, "ftruncate"), "sync": (module, "sync_folder"), "look": (claims, "newest")
     }[point]  # fmt: skip
     original = getattr(place, name)
     setattr(place, name, stops_before(original))
@@ -196,8 +196,6 @@ def _taken_with_a_stop(claims: Claims, point: str) -> bool:
 
 
 def test_one_that_is_killed_amid_taking_leaves_a_number_that_nobody_has(tmp_path, monkeypatch):
-    from argosy.checkpoint import fence as module
-
     claims = Claims(tmp_path / "claims")
     claims.take(1, "before")
 
@@ -205,7 +203,7 @@ def test_one_that_is_killed_amid_taking_leaves_a_number_that_nobody_has(tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write", killed)
+        patch.setattr(os, "ftruncate", killed)  # it is there, and nothing is in it
         with pytest.raises(KeyboardInterrupt):
             claims.take(2, "killed")
     assert claims.newest() == 2 and claims.owner(2) == "" and claims.owner(1) == "before"

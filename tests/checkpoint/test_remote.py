@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import DamagedCheckpoint, file_sum, signed
@@ -94,13 +95,13 @@ def test_runs_do_not_meet(url, run_dir):
 
 def test_the_manifest_comes_last_and_only_if_all_was_copied_well(tmp_path, run_dir, monkeypatch):
     remote = Remote(str(tmp_path / "there"), run_dir)
-    put_file: Any = remote._fs.put_file
+    put_file: Any = LocalFileSystem.put_file
 
-    def damaging(source: str, target: str) -> None:
-        put_file(source, target)
+    def damaging(files: LocalFileSystem, source: str, target: str, **how: Any) -> None:
+        put_file(files, source, target, **how)
         flip_a_bit(Path(target), 9)
 
-    monkeypatch.setattr(remote._fs, "put_file", damaging)
+    monkeypatch.setattr(LocalFileSystem, "put_file", damaging)
     with pytest.raises(DamagedCheckpoint, match=r"rank-00000\.safetensors: does not match"):
         remote.put(write(run_dir, 4), anywhere)
     assert remote.steps() == []

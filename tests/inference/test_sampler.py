@@ -38,7 +38,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 def write(sampler: Sampler, seconds: float = 30.0) -> None:
     sampler.tick()
     end = time.monotonic() + seconds
-    while sampler._writer is not None:
+    while sampler.is_writing:
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.01)
         sampler.tick()

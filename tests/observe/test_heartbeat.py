@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -118,7 +119,11 @@ def test_a_reading_is_never_of_two_moments(heartbeat):
 
 def test_a_writer_that_died_halfway_can_still_be_read(heartbeat):
     heartbeat.begin(5)
-    heartbeat._words[LOOP_VERSION_SLOT] += 1
+    with heartbeat.path.open("r+b") as page:
+        page.seek(8 * LOOP_VERSION_SLOT)
+        (version,) = struct.unpack("q", page.read(8))
+        page.seek(8 * LOOP_VERSION_SLOT)
+        page.write(struct.pack("q", version + 1))  # odd: it has begun to write
     assert reading(heartbeat).step == 5
 
 

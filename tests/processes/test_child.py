@@ -246,10 +246,10 @@ def test_descriptors_go_with_their_message_and_are_closed_if_nobody_takes_them(e
     assert os.read(read, 10) == b"x"
     os.close(first["descriptors"][0])
     (second,) = there.take()
+    here.send("another")
     here.send("file", descriptors=second["descriptors"])
     os.close(second["descriptors"][0])
-    assert there.wait(5)
-    there._read()
+    assert there.receive()["kind"] == "another"
     there.close()
     assert os.read(read, 10) == b""
     os.close(read)

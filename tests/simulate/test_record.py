@@ -22,9 +22,8 @@ ROWS = np.random.default_rng(0).integers(1, 400, (8, 33)).astype(np.int32)
 def step_of(plan: Plan) -> Trace:
     """The second step of a single process: the first makes moments."""
     with Recorder() as recorder:
-        step = train_step(World(), plan)
+        step = train_step(World(), plan, recorder.clock)
         recorder.label([piece.value for piece in step.state.model.pieces], "parameters")
-        step._clock = recorder.clock
         batch = microbatches(ROWS, plan.microbatch, 0, torch.device("cpu"))
         for _ in range(2):
             recorder.begin({})

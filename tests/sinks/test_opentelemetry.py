@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -184,6 +185,14 @@ def test_without_a_collector_the_error_says_where_none_answers(tmp_path, monkeyp
 
 def test_the_default_endpoint_is_that_of_the_standard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    RunFolder(tmp_path)
-    told = SinkSession(tmp_path, "opentelemetry")
-    assert told.sink._exporter._endpoint == "http://localhost:4318/v1/traces"
+    asked: list[str] = []
+
+    def refused(session: requests.Session, method: str, url: str, **_: Any) -> None:
+        asked.append(url)
+        raise requests.exceptions.InvalidURL(url)
+
+    monkeypatch.setattr(requests.Session, "request", refused)
+    a_whole_run(RunFolder(tmp_path))
+    with pytest.raises((ConnectionError, requests.exceptions.InvalidURL)):
+        SinkSession(tmp_path, "opentelemetry").catch_up()
+    assert set(asked) == {"http://localhost:4318/v1/traces"}

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import wandb
 from google.protobuf.message import DecodeError
 
 from argosy.sinks.worker import SinkSession
@@ -141,7 +142,7 @@ def test_a_process_that_was_killed_leaves_no_doubled_rows(tmp_path):
     told = SinkSession(tmp_path, "wandb")
     run.step(0, 1)
     told.catch_up()
-    told.sink._run.finish()  # as if killed: it has not noted that it closed
+    wandb.finish()  # as if killed: it has not noted that it closed
     run.step(2)
     told = SinkSession(tmp_path, "wandb")
     told.catch_up()

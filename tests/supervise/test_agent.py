@@ -20,7 +20,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import Retryable
 from argosy.plan.plan import Plan
-from argosy.processes.child import Channel, ForkEntry, Message, channel_to_parent
+from argosy.processes.child import Channel, ForkEntry, Message, channel_to_parent, process_state
 from argosy.processes.fork_server import ForkServer
 from argosy.processes.secret import SECRET_VARIABLE, listen
 from argosy.resilience import node_health
@@ -216,7 +216,7 @@ def test_a_fork_server_that_is_dead_when_the_node_is_to_be_checked_is_replaced(t
     forks = ForkServer("colorsys")
     agent = Agent(tmp_path, RunConfig(launch=launch), Plan.parse("dp_replicate=4"), forks)
     os.kill(forks.pid, signal.SIGKILL)
-    while forks._process.is_alive:
+    while process_state(forks.pid) not in ("", "Z"):
         time.sleep(0.01)
     thread = threading.Thread(target=agent.run)
     thread.start()

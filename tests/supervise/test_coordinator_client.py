@@ -228,18 +228,20 @@ def test_one_that_hangs_up_before_it_proved_anything_is_called_again_after_a_whi
     assert 1 < calls < 12 and not client.events("coordinator_lost")
 
 
-def test_one_that_does_not_know_the_secret_is_another_runs(client, elsewhere):
+def test_one_that_does_not_know_the_secret_is_another_runs(elsewhere, tmp_path):
+    client = Client(tmp_path, nodes=2, node="a", coordinator=f"127.0.0.1:{elsewhere.getsockname()[1]}")
+
     def stand_in() -> None:
         for _ in range(module.MOST_UNPROVEN):
             with pytest.raises(PeerGone):
                 Peer(elsewhere.accept()[0], listen(b"the secret of some other run, not of this"))
 
-    client.client._patience_s = 60.0
     with ThreadPoolExecutor(1) as pool:
         pool.submit(stand_in)
         with pytest.raises(UserError, match=r"does not know this run's secret.*a port of its own.*ARGOSY_SECRET"):
             client.turn_until(lambda: False)
     assert not client.greeted
+    client.client.close()
 
 
 def test_a_coordinator_that_cuts_the_connection_at_once_is_called_again(elsewhere, tmp_path, monkeypatch):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from argosy.models.microbatch import microbatches
+from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
 from argosy.precision import LossScaler
-from argosy.training.step import Requests, StepOutcome
+from argosy.training.step import Requests, Step, StepOutcome
 from argosy.training.stop import WorldIsOver
-from tiny import decoder, eager, gradients, train_step
+from tiny import decoder, eager, gradients, run_config, train_step
 
 END = 0
 ROWS = np.random.default_rng(0).integers(0, 400, (8, 33)).astype(np.int32)
@@ -141,10 +144,10 @@ def test_numbers_of_a_world_that_is_over_are_not_taken_for_those_of_all_ranks():
     def is_over() -> None:
         raise WorldIsOver
 
-    train._check_world = is_over
-    train._world = Garbled()
+    run = run_config(Path("no data"), model={"layers": 2})
+    over = Step(run, train.state, Garbled(), StepClock(World().device), train.checks, is_over)
     with pytest.raises(WorldIsOver):
-        train.exchange(loss)
+        over.exchange(loss)
     assert train.state.pending, "the gradient was whole before: a rank that is ahead can be followed"
 
 

@@ -58,11 +58,16 @@ class Sampler(Sink):
         self._wanted, self._rewinds = None, self._rewinds + 1
         self._next = self.state["next"] = (step // self._every + 1) * self._every
 
+    @property
+    def is_writing(self) -> bool:
+        """True while a text is written, or was and has not been taken down yet."""
+        return self._writer is not None
+
     def tick(self) -> None:
         """Write down what is written, and begin what is due. Raises: UserError if there is no memory for it."""
         if self._writer is not None and not self._writer.is_alive():
             self._take()
-        if self._writer is None and self._wanted is not None:
+        if not self.is_writing and self._wanted is not None:
             self._check_memory()
             step, self._wanted = self._wanted, None
             self._next = self.state["next"] = (step // self._every + 1) * self._every

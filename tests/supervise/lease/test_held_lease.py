@@ -27,15 +27,15 @@ class Backend:
         return True
 
     def renew(self) -> None:
-        self._answer("renew")
+        self.answer("renew")
 
     def check(self, generation: int) -> None:
-        self._answer(f"check {generation}")
+        self.answer(f"check {generation}")
 
     def release(self) -> None:
-        self._answer("release")
+        self.answer("release")
 
-    def _answer(self, call: str) -> None:
+    def answer(self, call: str) -> None:
         self.calls.append(call)
         if self.raises is not None:
             raise self.raises
@@ -93,7 +93,7 @@ def test_a_lease_that_another_has_taken_is_not_held_from_then_on(backend):
     assert lease.problem == "another has it"
 
 
-def test_what_began_is_checked_once_the_backend_answers_again(backend):
+def test_what_began_is_checked_once_the_backendanswers_again(backend):
     lease = HeldLease(backend)
     backend.raises = LeaseUnreachable("silent")
 
@@ -102,7 +102,7 @@ def test_what_began_is_checked_once_the_backend_answers_again(backend):
         if backend.calls.count("check 3") < 3:
             raise LeaseUnreachable("silent")
 
-    backend._answer = answers
+    backend.answer = answers
     lease.check(3)
     assert backend.calls.count("check 3") == 3
     lease.end()
