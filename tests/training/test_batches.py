@@ -1,0 +1,75 @@
+"""A rank's share of each step's samples: which they are, and what stands in for those that are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from argosy.data.loader import open_data
+from argosy.observe.events import Events
+from argosy.parallel.apply import apply
+from argosy.parallel.world import World
+from argosy.training.batches import Batches
+from argosy.training.state import TrainState
+from tiny import eager, run_config
+
+Make = Callable[..., Batches]
+
+
+@pytest.fixture
+def batches(corpus: Path, tmp_path: Path) -> Iterator[Make]:
+    """The batches of a run of one process, two rows a microbatch."""
+    made: list[Batches] = []
+
+    def make(**sections: dict[str, Any]) -> Batches:
+        run, plan, world = run_config(corpus, **sections), eager("microbatch=2"), World()
+        state = TrainState.begin(apply(plan, run, world), plan, run)
+        opened = open_data(run.data, run.seed, run.train.batches)
+        made.append(Batches(run, plan, opened, state, world, Events(tmp_path, "rank-0")))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def tokens(one: Batches, step: int) -> torch.Tensor:
+    return torch.cat([micro.tokens_BT for micro in one.read(step)])
+
+
+def test_a_step_has_the_next_samples_of_the_run_in_microbatches(batches: Make) -> None:
+    one = batches()
+    assert [one.samples(step) for step in (0, 1, 5)] == [[(0, 8)], [(8, 16)], [(40, 48)]]
+    assert [len(micro.tokens_BT) for micro in one.read(0)] == [2, 2, 2, 2]
+    assert one.line(1) == {"first_sample": 8, "samples": 8}
+    again = torch.cat([micro.tokens_BT for micro in one.of_rank(0, 1)])
+    assert torch.equal(again, tokens(one, 1))
+    assert one.cache_line() == {}  # there is no object store
+
+
+def test_the_next_samples_stand_in_for_those_that_are_skipped(batches: Make) -> None:
+    one, other = batches(), batches()
+    one.skip(1)
+    assert [one.samples(step) for step in (0, 1, 2)] == [[(0, 8)], [(16, 24)], [(24, 32)]]
+    assert one.line(1) == {"first_sample": 16, "samples": 8, "samples_skipped": [[8, 16]]}
+    assert torch.equal(tokens(one, 1), tokens(other, 2))
+    one.skip(1)
+    assert one.samples(1) == [(24, 32)]
+
+
+def test_a_growing_batch_counts_its_samples_by_step(batches: Make) -> None:
+    one = batches(train={"batch_ramp": [{"until_step": 2, "global_batch": 4}]})
+    assert [one.samples(step) for step in range(4)] == [[(0, 4)], [(4, 8)], [(8, 16)], [(16, 24)]]
+    assert [sum(len(micro.tokens_BT) for micro in one.read(step)) for step in (0, 2)] == [4, 8]
+
+
+def test_a_step_is_in_the_mixture_of_its_first_sample(batches: Make, corpus: Path) -> None:
+    stages = [{"from_step": 2, "sources": {str(corpus): 1.0}}, {"from_step": 5, "sources": {str(corpus): 1.0}}]
+    one = batches(data={"stages": stages})
+    assert [one.stage(step) for step in range(7)] == [0, 0, 1, 1, 1, 2, 2]
+    one.skip(1)  # what comes in its place is of the next one
+    assert [one.stage(step) for step in range(5)] == [0, 1, 1, 1, 2]

@@ -1,0 +1,104 @@
+"""What a list of runs and the head of a page show of one: figures that follow from the folder, and none that do not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from argosy.watch.overview import details, goodput, line, logs, model, profiles, row_of, run_timeline, unreadable
+from argosy.watch.reader import RunReader, RunTail
+from run_folders import START_S, Made, Trouble, append
+
+MADE = Made(steps=60, total_steps=100, ranks=4, step_s=0.5, evaluate_every=20, norms_every=10, is_finished=False)
+
+
+def read(made: Made, folder: Path) -> RunReader:
+    return RunReader.read(made.write(folder / "demo"))
+
+
+def test_a_row_has_the_last_line_of_the_run(tmp_path: Path) -> None:
+    reader = read(MADE, tmp_path)
+    row, written = row_of("team/demo", reader), (reader.folder / "metrics.jsonl").read_text().splitlines()
+    last = [step for step in map(json.loads, written) if "loss" in step][-1]
+    assert (row.id, row.name, row.step, row.steps) == ("team/demo", "demo", 60, 100)
+    assert (row.loss, row.tokens, row.mfu) == (last["loss"], last["tokens"], last["mfu"])
+    assert (row.devices, row.model) == (4, "llama-5m") and row.plan is not None and "dp_replicate=4" in row.plan
+    assert row.validation_loss is not None and row.started_s is not None and row.started_s >= START_S
+
+
+def test_a_run_that_has_ended_has_nothing_left_and_its_reports_goodput(tmp_path: Path) -> None:
+    row = row_of("demo", read(replace(MADE, total_steps=60, is_finished=True), tmp_path))
+    report = json.loads((tmp_path / "demo/report.json").read_text())
+    assert (row.state, row.eta_s, row.goodput) == ("finished", None, report["goodput"])
+
+
+def test_a_folder_that_tells_nothing_has_no_figures(tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/metrics.jsonl").touch()
+    row = row_of("bare", RunReader.read(tmp_path / "bare"))
+    known = {key for key, value in vars(row).items() if value not in (None, "")}
+    assert known <= {"id", "name", "state", "updated_s", "why"} and row.name == "bare"
+    assert unreadable("x", "no rights") == {"id": "x", "name": "x", "state": "unreadable", "problems": ["no rights"]}
+
+
+def test_a_list_of_runs_shows_the_last_losses_and_a_page_the_settings(tmp_path: Path) -> None:
+    reader = read(MADE, tmp_path)
+    tail = RunTail(reader.folder)
+    tail.refresh()
+    assert len(line("demo", tail)["spark"]) > 1 and "spark" not in line("demo", reader)
+    shown = details("demo", reader)
+    assert shown["config"]["run"] == {"name": "demo", "seed": 0, "plan": "auto"}
+    assert (
+        shown["config"]["train"]["steps"] == 100 and shown["predicted"]["cluster"] == "2 x h100-80gb, by the catalogue"
+    )
+    assert shown["predicted"]["seconds"]["gradients"] == 0.04 and shown["problems"] == []
+
+
+def test_the_wall_time_is_split_into_parts_that_add_up(tmp_path: Path) -> None:
+    reader = read(replace(MADE, trouble=Trouble(killed=(1, 40)), save_every=20), tmp_path)
+    found = goodput(reader, run_timeline(reader))
+    assert sum(found["parts"].values()) == pytest.approx(found["wall_s"], abs=0.01)
+    assert all(seconds >= 0 for seconds in found["parts"].values())
+    assert found["parts"]["recovery"] > 0 and found["parts"]["lost"] > 0
+    assert found["goodput"] == pytest.approx(found["parts"]["useful"] / found["wall_s"], rel=1e-3)
+    whole = read(MADE, tmp_path / "other")
+    assert goodput(whole, run_timeline(whole))["parts"]["lost"] == 0
+
+
+def test_norms_loads_and_samples_of_the_model(tmp_path: Path) -> None:
+    reader = read(replace(MADE, experts=4, layers=3), tmp_path)
+    found = model(reader)
+    last = reader.last_line
+    assert found["experts"]["step"] == 59
+    assert found["experts"]["load"] == [last["experts"][layer]["tokens"] for layer in found["experts"]["layers"]]
+    assert len(found["norms"]["layers"]) == len(found["norms"]["weight"]) and np.all(
+        np.diff(found["norms"]["step"]) > 0
+    )
+    assert found["samples"] and found["samples"][-1]["prompt"] == "def"
+    assert model(read(MADE, tmp_path / "dense"))["experts"] == {"layers": [], "step": None, "load": []}
+
+
+def test_logs_are_the_last_lines_without_secrets_and_links_are_not_followed(tmp_path: Path) -> None:
+    reader = read(MADE, tmp_path)
+    append(reader.folder / "logs/worker-1.log", b"one\nGET https://me:secret@host/x\n")
+    (reader.folder / "logs/worker-2.log").symlink_to("/etc/passwd")
+    found = logs(reader)
+    assert found == {
+        "lines": [{"process": "worker-1", "text": text} for text in ("one", "GET https://***@host/x")], "more": 0,
+    }  # fmt: skip
+
+
+def test_profiles_are_listed_with_what_is_wrong_with_them(tmp_path: Path) -> None:
+    reader = read(MADE, tmp_path)
+    for name, summary in (("step-1", '{"wall_s": 2.0}'), ("step-2", None), ("step-3", "{")):
+        (reader.folder / "profiles" / name).mkdir(parents=True)
+        if summary is not None:
+            (reader.folder / "profiles" / name / "summary.json").write_text(summary)
+    first, second, third = profiles(reader)
+    assert (first["name"], first["wall_s"], first["files"]) == ("step-1", 2.0, [{"name": "summary.json", "bytes": 15}])
+    assert second == {"name": "step-2", "problem": "it has no summary.json yet", "files": []}
+    assert third["problem"] == "summary.json cannot be read"
