@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
     from argosy.files import made_folder
 
     if options.minutes:
-        train = run.train.model_copy(update={"minutes": options.minutes, "steps": 0, "epochs": 0.0})
-        run = run.model_copy(update={"train": train})
+        run = run.with_keys(train={"minutes": options.minutes, "steps": 0, "epochs": 0.0})
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
     if options.dry_run:
         show_dry_run(_would(folder, options), options.json)

@@ -114,8 +114,8 @@ def parity(
     plan = _complete(run)
     # The same in both runs: the number of threads sets the order of sums too.
     threads = threads_per_process(run.launch, plan.world_size)
-    run = run.model_copy(update={"launch": run.launch.model_copy(update={"threads": threads})})
-    reference = choose_plan(_under(run, REFERENCE), Devices(1, "cpu", fast_bf16=False))
+    run = run.with_keys(launch={"threads": threads})
+    reference = choose_plan(run.with_keys(plan=REFERENCE), Devices(1, "cpu", fast_bf16=False))
     with tempfile.TemporaryDirectory(prefix="argosy-parity-") as folder:
         alone, together = Path(folder, "reference"), Path(folder, "plan")
         _train(run, reference, alone)
@@ -150,17 +150,16 @@ REFERENCE = "precision=fp32,compile=false"
 
 def _brief(run: RunConfig, steps: int) -> RunConfig:
     """Return `run` cut to `steps` steps and to what is compared."""
-    changes: dict[str, dict[str, Any]] = {
-        "train": {"steps": steps, "minutes": 0.0, "epochs": 0.0, "deterministic": True},
-        "schedule": {"kind": "constant", "warmup_steps": 0},
-        "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},  # a window at the end, and no more
-        "checkpoint": {"every_steps": 0, "every_minutes": 0.0},  # only the last state: weights are compared by it
-        "observe": TOLD_TO_NOBODY,
-        "launch": {"max_restarts": 0},
-        "resilience": {"replay_check_every_steps": 0},  # the single process has no replicas
-    }
-    sections = {name: getattr(run, name).model_copy(update=keys) for name, keys in changes.items()}
-    return run.model_copy(update={"name": "parity", **sections})
+    return run.with_keys(
+        name="parity",
+        train={"steps": steps, "minutes": 0.0, "epochs": 0.0, "deterministic": True},
+        schedule={"kind": "constant", "warmup_steps": 0},
+        evaluate={"every_steps": 0, "tokens": 1, "sample_prompt": None},  # a window at the end, and no more
+        checkpoint={"every_steps": 0, "every_minutes": 0.0},  # only the last state: weights are compared by it
+        observe=TOLD_TO_NOBODY,
+        launch={"max_restarts": 0},
+        resilience={"replay_check_every_steps": 0},  # the single process has no replicas
+    )
 
 
 def _complete(run: RunConfig) -> Plan:
@@ -169,7 +168,7 @@ def _complete(run: RunConfig) -> Plan:
     if "auto" in words:
         raise UserError(f'plan = "{run.plan}": write down the layout to compare, e.g. "tp=2,dp_shard=2".')
     eager = ",".join(word for word in REFERENCE.split(",") if word.split("=")[0] not in words)
-    run = _under(run, f"{run.plan},{eager}")
+    run = run.with_keys(plan=f"{run.plan},{eager}")
     size = Plan.from_words(words).world_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgosyWarning)  # more processes than cores: only the numbers matter here
@@ -180,13 +179,9 @@ def _complete(run: RunConfig) -> Plan:
     return plan
 
 
-def _under(run: RunConfig, plan: str) -> RunConfig:
-    return run.model_copy(update={"plan": plan})
-
-
 def _train(run: RunConfig, plan: Plan, run_dir: Path) -> None:
-    launch = run.launch.model_copy(update={"processes": plan.world_size})
-    train_quietly(run.model_copy(update={"plan": str(plan), "launch": launch}), run_dir, "parity")
+    run = run.with_keys(plan=str(plan), launch={"processes": plan.world_size})
+    train_quietly(run, run_dir, "parity")
 
 
 def train_quietly(run: RunConfig, run_dir: Path, command: str) -> None:

@@ -152,16 +152,15 @@ def _plan_of(run_dir: Path, first: int, last: int) -> Plan:
 
 def _until(run: RunConfig, plan: Plan, step: int) -> RunConfig:
     """Return `run` set to stop after `step`, without whatever does not affect the steps' numbers."""
-    changes: dict[str, dict[str, Any]] = {
-        "train": {"pause_at": step + 1},
-        "data": {"prepare": run.data.prepare.model_copy(update={"input": ()})},
-        "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},
-        "checkpoint": {"every_steps": 0, "every_minutes": 0.0, "remote": ""},
-        "observe": TOLD_TO_NOBODY,
-        "launch": {"max_restarts": 0, "processes": plan.world_size, "nodes": 1, "coordinator": "", "port": 0},
-    }
-    sections = {name: getattr(run, name).model_copy(update=keys) for name, keys in changes.items()}
-    return run.model_copy(update={"plan": str(plan), **sections})
+    return run.with_keys(
+        plan=str(plan),
+        train={"pause_at": step + 1},
+        data={"prepare": {"input": ()}},
+        evaluate={"every_steps": 0, "tokens": 1, "sample_prompt": None},
+        checkpoint={"every_steps": 0, "every_minutes": 0.0, "remote": ""},
+        observe=TOLD_TO_NOBODY,
+        launch={"max_restarts": 0, "processes": plan.world_size, "nodes": 1, "coordinator": "", "port": 0},
+    )
 
 
 def _writable(folder: Path) -> Path | None:

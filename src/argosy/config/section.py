@@ -22,7 +22,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic.fields import FieldInfo
@@ -110,6 +110,15 @@ class Section(BaseModel):
         if any(isinstance(text, str | Path) and has_credentials(str(text)) for text in texts):
             raise ValueError(CREDENTIALS_REMEDY)
         return value
+
+    def with_keys(self, **values: Any) -> Self:
+        """Return a copy with these values, of keys or of keys of tables: with_keys(plan="auto", train={"steps": 3}).
+        Nothing checks them.
+        """
+        for name, value in values.items():
+            if isinstance(value, dict) and isinstance(held := getattr(self, name), Section):
+                values[name] = held.with_keys(**value)
+        return self.model_copy(update=values)
 
 
 Key = tuple[str | int, ...]

@@ -351,4 +351,4 @@ def with_nodes_of_srun(run: RunConfig, environment: Mapping[str, str]) -> RunCon
     given: dict[str, object] = {"nodes": nodes if launch.nodes == 1 else launch.nodes, "node": environment[SLURM_NODE]}
     if not (launch.coordinator or launch.lease):
         given["lease"] = "folder"
-    return run.model_copy(update={"launch": launch.model_copy(update=given)})
+    return run.with_keys(launch=given)

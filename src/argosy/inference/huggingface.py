@@ -324,8 +324,7 @@ def merge_checkpoint(path: Path, out: Path, trust_code: bool = False) -> None:
     """
     refuse_existing(out)
     found = _adapter_at(path, trust_code)
-    model = found.run.model.model_copy(update={"weights": None})
-    run = found.run.model_copy(update={"model": model, "lora": LoraConfig()})
+    run = found.run.with_keys(model={"weights": None}, lora=LoraConfig())
     with open_weights(found.run, found.checkpoint) as weights:
         usage = usage_of(found.run_dir) | cards_of(found, "safetensors")
         write_run(run, weights, out, _tokenizer(found.run_dir), usage)
@@ -364,8 +363,7 @@ def import_adapter(folder: Path, base: Path, out: Path) -> None:
             lora, tensors = peft_adapter.import_adapter(folder, run.model, weights)
         beside, sha256, usage = found.folder.absolute(), found.manifest.sha256, usage_of(whole.run_dir)
         tokenizer = _tokenizer(whole.run_dir)
-    model = run.model.model_copy(update={"weights": beside})
-    run = run.model_copy(update={"model": model, "lora": lora})
+    run = run.with_keys(model={"weights": beside}, lora=lora)
     write_run(run, HeldWeights(tensors), out, tokenizer, usage, sha256)
 
 

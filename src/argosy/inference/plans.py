@@ -79,11 +79,14 @@ def _run_to_use(run: RunConfig, plan: Plan, seq_len: int, said: Plan) -> RunConf
     """Return `run` with what its model needs to be used under `plan`: whole weights, no modules of multi-token
     prediction, no checks of training, and a batch that the ranks can deal out.
     """
-    model = run.model.model_copy(update={"mtp": MTPConfig()})
-    train = TrainConfig(steps=1, global_batch=plan.dp * plan.microbatch * plan.stages)
-    data = run.data.model_copy(update={"seq_len": seq_len})
-    sections = {"model": model, "train": train, "data": data, "lora": LoraConfig(), "resilience": ResilienceConfig()}
-    used = run.model_copy(update={**sections, "sites": ()})
+    used = run.with_keys(
+        model={"mtp": MTPConfig()},
+        train=TrainConfig(steps=1, global_batch=plan.dp * plan.microbatch * plan.stages),
+        data={"seq_len": seq_len},
+        lora=LoraConfig(),
+        resilience=ResilienceConfig(),
+        sites=(),
+    )
     if problem := first_problem(plan, used):
         raise UserError(f'plan = "{said}": {problem}')
     return used

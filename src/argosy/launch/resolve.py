@@ -42,7 +42,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     cluster_of(run)  # refuse a wrong launch.cluster before anything takes time
     if is_path(run.launch.cluster):
         path = expanded(run.launch.cluster).absolute()
-        run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
+        run = run.with_keys(launch={"cluster": str(path)})
     theirs = None if run.model.weights is None else tokenizer_of(run.model.weights)
     run = _with_objective(_with_tokenizer(run, theirs))
     _check_tokenizer_to_prepare(run, theirs)
@@ -54,13 +54,13 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     first = data.sources[0]
     _check_tokenizer(run, theirs, first.manifest.tokenizer_sha256, f"{first.name} was prepared with another tokenizer")
     if not run.model.vocab_size:
-        run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": data.vocab_size})})
+        run = run.with_keys(model={"vocab_size": data.vocab_size})
     if run.model.vocab_size < data.vocab_size:
         raise UserError(
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
-    run = run.model_copy(update={"model": run.model.model_copy(update={"weights": weights})})
+    run = run.with_keys(model={"weights": weights})
     return _with_length(run, data), data
 
 
@@ -85,7 +85,7 @@ def _with_length(run: RunConfig, data: OpenData) -> RunConfig:
             f"train.steps = {run.train.steps} and train.epochs = {epochs:g}, which are {steps} steps of {batch} of the "
             f"{samples} sequences. Set one of them to 0."
         )
-    return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
+    return run.with_keys(train={"steps": steps})
 
 
 def with_known_sizes(run: RunConfig) -> RunConfig:
@@ -107,7 +107,7 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
         vocab_size = Manifest.load(folder, check_shards=False).vocab_size
     elif run.data.prepare.input:
         vocab_size = Tokenizer.load(given).vocab_size if given else run.data.prepare.vocab_size
-    return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocab_size})})
+    return run.with_keys(model={"vocab_size": vocab_size})
 
 
 def check_parameters(run: RunConfig) -> None:
@@ -168,8 +168,7 @@ def _with_tokenizer(run: RunConfig, tokenizer: bytes | None) -> RunConfig:
         for name, content in {TOKENIZER: tokenizer, **usage_of(weights)}.items():
             with atomic_write(folder / name) as file:
                 file.write(content)
-    prepare = prepare.model_copy(update={"tokenizer": folder})
-    return run.model_copy(update={"data": run.data.model_copy(update={"prepare": prepare})})
+    return run.with_keys(data={"prepare": {"tokenizer": folder}})
 
 
 def _with_objective(run: RunConfig) -> RunConfig:
@@ -178,16 +177,10 @@ def _with_objective(run: RunConfig) -> RunConfig:
     if not prepare.input or objective == "pretrain":
         return run
     try:
-        prepare = PrepareConfig(
-            **{
-                **prepare.model_dump(),
-                "objective": objective,
-                "seq_len": run.data.seq_len,
-            }
-        )
+        prepare = PrepareConfig(**{**prepare.model_dump(), "objective": objective, "seq_len": run.data.seq_len})
     except ValidationError as error:
         raise UserError(f"data.prepare with train.objective = {objective}: {first_error(error)}") from None
-    return run.model_copy(update={"data": run.data.model_copy(update={"prepare": prepare})})
+    return run.with_keys(data={"prepare": prepare})
 
 
 def _check_objective(run: RunConfig, data: OpenData) -> None:
@@ -264,8 +257,7 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
             progress.say(printable(f"{run.data.prepare.out}: {manifest.in_words('--data.prepare.extensions')}"))
     if run.data.sources:
         return run
-    sources = {str(run.data.prepare.out): 1.0}
-    return run.model_copy(update={"data": run.data.model_copy(update={"sources": sources})})
+    return run.with_keys(data={"sources": {str(run.data.prepare.out): 1.0}})
 
 
 def check_memory(run: RunConfig, plan: Plan, devices: Devices) -> None:

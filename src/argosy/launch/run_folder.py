@@ -211,7 +211,7 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
             "to end it there, more to go on, or --run-dir for another run."
         )
     if not run.train.steps and run.train.minutes == before.train.minutes:
-        run = run.model_copy(update={"train": run.train.model_copy(update={"steps": before.train.steps})})
+        run = run.with_keys(train={"steps": before.train.steps})
     return run
 
 

@@ -50,10 +50,10 @@ def settle_worker(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
     own = next(site for site in run.sites if site.name == run.site)
     update: dict[str, object] = {"plan": own.plan} if own.plan else {}
     if own.processes:
-        update["launch"] = run.launch.model_copy(update={"processes": own.processes})
+        update["launch"] = {"processes": own.processes}
     make_folder(group)
     keys_of(run, group)
-    return run.model_copy(update=update), run_dir
+    return run.with_keys(**update), run_dir
 
 
 def check(run: RunConfig) -> None:
@@ -176,7 +176,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     progress.close()
     if not run.sync.servers:
         servers = tuple(f"127.0.0.1:{free_port()}" for _ in range(run.sync.shards))
-        run = run.model_copy(update={"sync": run.sync.model_copy(update={"servers": servers})})
+        run = run.with_keys(sync={"servers": servers})
     keys_of(run, run_dir)
     asked = run_dir / "asked.toml"
     save_run(run, asked)
@@ -207,7 +207,7 @@ def _with_addresses(run: RunConfig, group: Path) -> RunConfig:
     path = group / RUN_FILE
     if not run.sync.servers and path.exists():
         servers = load(path).sync.servers
-        run = run.model_copy(update={"sync": run.sync.model_copy(update={"servers": servers})})
+        run = run.with_keys(sync={"servers": servers})
     check_addresses_of_servers(run)
     return run
 

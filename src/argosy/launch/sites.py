@@ -76,12 +76,10 @@ def with_rounds(run: RunConfig, folders: Sequence[Path], say: Callable[[str], No
         before = chosen.sync
     kept = {key: getattr(before, key) for key in CHOSEN_KEYS if key not in given}
     plans = [site.plan and with_sync(site.plan, USUAL_OF_SITES) for site in run.sites]
-    return run.model_copy(
-        update={
-            "sync": run.sync.model_copy(update=kept),
-            "plan": with_sync(run.plan, USUAL_OF_SITES),
-            "sites": tuple(s.model_copy(update={"plan": p}) for s, p in zip(run.sites, plans, strict=True)),
-        }
+    return run.with_keys(
+        sync=kept,
+        plan=with_sync(run.plan, USUAL_OF_SITES),
+        sites=tuple(s.with_keys(plan=p) for s, p in zip(run.sites, plans, strict=True)),
     )
 
 

@@ -440,8 +440,7 @@ def first_problem(plan: Plan, run: RunConfig) -> str | None:
 def _stages(run: RunConfig) -> Iterator[RunConfig]:
     """Yield the run as it would be with the batch of each stage of its ramp."""
     for stage in run.train.batch_ramp:
-        train = run.train.model_copy(update={"global_batch": stage.global_batch, "batch_ramp": ()})
-        yield run.model_copy(update={"train": train})
+        yield run.with_keys(train={"global_batch": stage.global_batch, "batch_ramp": ()})
 
 
 def _of_stage(problem: str, stage: RunConfig) -> str:

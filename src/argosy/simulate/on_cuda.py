@@ -284,24 +284,20 @@ class _Rank:
 
     def __init__(self, plan: Plan, run: RunConfig, world: World) -> None:
         self._plan, self._run, self._world = plan, run, world
-        due = run.model_copy(
-            update={
-                "observe": run.observe.model_copy(update={"noise_scale_every_steps": 1, "norms_every_steps": 1}),
-                "resilience": run.resilience.model_copy(update={"fingerprint_every_steps": 1}),
-            }
+        due = run.with_keys(
+            observe={"noise_scale_every_steps": 1, "norms_every_steps": 1}, resilience={"fingerprint_every_steps": 1}
         )
         try:
             check_can_estimate(due, plan)
         except UserError:  # not under this plan
-            due = due.model_copy(update={"observe": run.observe.model_copy(update={"norms_every_steps": 1})})
+            due = due.with_keys(observe={"noise_scale_every_steps": run.observe.noise_scale_every_steps})
         model = apply(plan, due, world, partial(without_values, run.data.seq_len))
         self._state = TrainState.begin(model, plan, run)
         axes, node = model.meshes.axis_of_groups(), partial(floordiv, 8)
         self._clock = StepClock(world.device, communication=CommunicationMeter(axes, node, world.device))
         plain = run
         if run.resilience.fingerprint_every_steps > 1:
-            never = run.resilience.model_copy(update={"fingerprint_every_steps": 0})
-            plain = run.model_copy(update={"resilience": never})
+            plain = run.with_keys(resilience={"fingerprint_every_steps": 0})
         self._plain, self._due = (Step(some, self._state, world, self._clock) for some in (plain, due))
         # It reads the records of earlier runs when it starts, which it does not here.
         self._noise = NoiseScale(due, plan, self._state, cast(Records, None))

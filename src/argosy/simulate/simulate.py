@@ -156,15 +156,14 @@ def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = Non
     Raises: UserError if there is neither, or the plan cannot train the run.
     """
     if not run.model.vocab_size:
-        model = run.model.model_copy(update={"vocab_size": _vocab_size(run)})
-        run = run.model_copy(update={"model": model})
+        run = run.with_keys(model={"vocab_size": _vocab_size(run)})
     written = processes_of(run.plan)
     size = world_size or written or run.launch.processes
     if written and size != written:
         raise UserError(
             f'--world-size {size}: the plan "{run.plan}" is for {written} ranks. Try --world-size {written}.'
         )
-    run = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": size})})
+    run = run.with_keys(launch={"processes": size})
     return run, choose_plan(run, Devices(size, USUAL_ACCELERATOR, fast_bf16=True), cluster or nodes_for(size))
 
 

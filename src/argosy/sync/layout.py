@@ -361,10 +361,10 @@ def at_site(run: RunConfig) -> RunConfig:
     update: dict[str, object] = {"sites": sites}
     if run.site:
         own_site = sites[[site.name for site in sites].index(run.site)]
-        update["train"] = run.train.model_copy(update={"global_batch": own_site.batch})
+        update["train"] = {"global_batch": own_site.batch}
         way = way_of_sites(run.plan)
         plan = with_sync(own_site.plan or run.plan, way)
         update["plan"] = plan if "sync" in words_of(plan) else f"{plan},sync={way}"
         if own_site.processes:
-            update["launch"] = run.launch.model_copy(update={"processes": own_site.processes})
-    return run.model_copy(update=update)
+            update["launch"] = {"processes": own_site.processes}
+    return run.with_keys(**update)

@@ -249,10 +249,9 @@ class Records:
 
     def length(self, steps: int) -> None:
         """Record the number of steps that a budget of minutes was turned into, in run.toml too; each process does."""
-        train = self._run.train.model_copy(update={"steps": steps})
-        self.events.write("length", steps=steps, minutes=train.minutes)
+        self.events.write("length", steps=steps, minutes=self._run.train.minutes)
         if self._world.is_first:
-            save_run(self._run.model_copy(update={"train": train}), self._run_dir / "run.toml")
+            save_run(self._run.with_keys(train={"steps": steps}), self._run_dir / "run.toml")
 
     def replan(self, plan: Plan, step: int) -> None:
         """Put `plan` in force from `step` on; the one before is kept beside it."""

@@ -134,8 +134,7 @@ def rest_of(run: RunConfig, left: int) -> RunConfig:
         for stage in run.train.batch_ramp
         if stage.until_step > done
     )
-    train = run.train.model_copy(update={"steps": left, "batch_ramp": ramp})
-    return run.model_copy(update={"train": train})
+    return run.with_keys(train={"steps": left, "batch_ramp": ramp})
 
 
 def _own_sizes(request: PlanRequest) -> list[tuple[int, str]]:

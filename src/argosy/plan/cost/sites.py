@@ -142,7 +142,7 @@ def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
             f"train.global_batch = {run.train.global_batch} cannot be shared by the {sites} sites of {cluster.name}. "
             f"Try {max(1, batch) * sites}."
         )
-    part = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
+    part = run.with_keys(train={"global_batch": batch})
     return costs.on(part, min(cluster.sites.values()))
 
 

@@ -237,11 +237,10 @@ def searched(
 
 def _with_batch(request: PlanRequest, batch: int) -> PlanRequest:
     """Return the request with another batch in place of the one that was assumed."""
-    train = request.run.train.model_copy(update={"global_batch": batch})
     said = f"Assumed: --global-batch {batch}, as with more nothing fits."
     return replace(
         request,
-        run=request.run.model_copy(update={"train": train}),
+        run=request.run.with_keys(train={"global_batch": batch}),
         assumed=tuple(said if line == request.assumed_batch else line for line in request.assumed),
         assumed_batch=said,
     )
@@ -345,8 +344,7 @@ def _remedies(request: PlanRequest, costs: CostModel, leanest: Plan, counts: Seq
         (f"{IN_HOST_MEMORY}: --fix offload=all|optimizer", costs, {**pins, "offload": OFFLOADS})
     ]
     if request.run.optimizer.state != "int8" and request.run.optimizer.kind in OPTIMIZERS:
-        optimizer = request.run.optimizer.model_copy(update={"state": "int8"})
-        smaller = request.run.model_copy(update={"optimizer": optimizer})
+        smaller = request.run.with_keys(optimizer={"state": "int8"})
         small = costs_of_one_plan(smaller, _with_workers(request))
         ways += [(IN_8_BITS, small, pins), (f"{IN_8_BITS}, {ways[0][0].lower()}", small, ways[0][2])]
     for how, leaner, more in ways:

@@ -176,7 +176,7 @@ def _run_of_model(
         assumed.append(f"Assumed: --seq-len {seq_len}.")
     if seq_len > longest and seq_len <= _stretched(run.model):
         chosen |= {"model.max_seq_len": seq_len}
-        run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": seq_len})})
+        run = run.with_keys(model={"max_seq_len": seq_len})
         assumed.append(f"Assumed: model.max_seq_len = {seq_len}, to which YaRN stretches the model's {longest} tokens.")
     elif seq_len > longest:
         raise UserError(_too_long(seq_len, run.model, asked.serving))
@@ -222,8 +222,7 @@ def _too_long(seq_len: int, model: ModelConfig, serving: bool) -> str:
 def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
     if run.model.vocab_size:
         return run, []
-    model = run.model.model_copy(update={"vocab_size": SMALL_VOCABULARY})
-    return run.model_copy(update={"model": model}), [
+    return run.with_keys(model={"vocab_size": SMALL_VOCABULARY}), [
         f"Assumed: a vocabulary of {SMALL_VOCABULARY} tokens, as it is not known yet."
     ]
 

@@ -158,8 +158,8 @@ def inner_step(run: RunConfig, cluster: Cluster) -> tuple[CostModel, float]:
     for site, batch in zip(run.sites, batches, strict=True):
         # `measured` is what one machine's probe found: the files of the sites differ in it.
         place = cluster.of_site(site.name).model_copy(update={"measured": cluster.measured_at.get(site.name)})
-        train = run.train.model_copy(update={"global_batch": batch})
-        each.append(_step_at(run.model_copy(update={"train": train, "plan": site.plan or run.plan}), place))
+        part = run.with_keys(train={"global_batch": batch}, plan=site.plan or run.plan)
+        each.append(_step_at(part, place))
     return max(each, key=lambda of_site: of_site[1])
 
 

@@ -52,7 +52,7 @@ class WholeRunModel:
         self.is_asynchronous = has_workers(run)
         if self.is_asynchronous:  # while each worker makes a step, all of them train on so much
             batch = run.train.global_batch * len(cluster.sites)
-            self.run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
+            self.run = run.with_keys(train={"global_batch": batch})
         self.sites = len(cluster.sites) if run.sites else 1
         """Sites that each have a plan of their own, and agree in rounds; else all devices are one world."""
 
@@ -90,8 +90,7 @@ class WholeRunModel:
         between_s = self.between_sites_s(full_s)
         steps, full, left = 0.0, np.zeros(len(plans)), self.tokens
         for batch, many in run.train.batches.steps_of(run.train.batch_ramp[-1].until_step):
-            train = run.train.model_copy(update={"global_batch": batch, "batch_ramp": ()})
-            stage = run.model_copy(update={"train": train})
+            stage = run.with_keys(train={"global_batch": batch, "batch_ramp": ()})
             costs = costs_of_one_plan(stage, self.cluster)
             made = min(float(many), np.ceil(left / stage.tokens_per_step))
             step_s = np.asarray(costs.predict_time(plans).total)
