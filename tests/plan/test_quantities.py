@@ -6,7 +6,7 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.plan.plan import Plan
-from argosy.plan.quantities import factorizations, ratio_of
+from argosy.plan.quantities import evenly, factorizations, ratio_of
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,10 @@ def test_a_plan_with_shares_survives_text_and_file(tmp_path):
 def test_factorizations_are_all_ordered_products():
     assert sorted(factorizations(4, 2)) == [(1, 4), (2, 2), (4, 1)]
     assert len(factorizations(64, 3)) == 28
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"), [(0, []), (1, [0]), (2, [0, 9]), (4, [0, 3, 6, 9]), (10, [*range(10)]), (20, [*range(10)])]
+)
+def test_items_are_taken_evenly_from_the_first_to_the_last(most: int, kept: list[int]) -> None:
+    assert evenly(range(10), most) == kept

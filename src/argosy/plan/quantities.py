@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache, lru_cache
 from typing import Any, Generic, TypeVar
@@ -143,6 +144,16 @@ class Quantities(Generic[NumberT]):
     def microbatches(self: Any, global_batch: int) -> NumberT:
         """Return the microbatches that a data-parallel rank runs in a step; with `shares`, the rank that runs most."""
         return global_batch // (self.portions * self.microbatch) * self.most_portions
+
+
+ItemT = TypeVar("ItemT")
+
+
+def evenly(items: Sequence[ItemT], most: int) -> list[ItemT]:
+    """Return at most so many, evenly from the first to the last."""
+    if len(items) <= most or most < 2:
+        return list(items[:most])
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 StackT = TypeVar("StackT")

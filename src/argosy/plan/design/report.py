@@ -29,8 +29,9 @@ from argosy.plan.design.bottlenecks import (
 from argosy.plan.design.points import Floats, Points
 from argosy.plan.design.space import DesignSpace
 from argosy.plan.design.speedup import Speedup, speedups
-from argosy.plan.design.sweep import Served, ServingSweep, TrainedPoints, TrainingSweep, front, picked
+from argosy.plan.design.sweep import Served, ServingSweep, TrainedPoints, TrainingSweep, front
 from argosy.plan.hardware.technology import LogicNode, MemoryGeneration, logic_nodes, memory_generations
+from argosy.plan.quantities import evenly
 
 TRAINING = ("run_s", "usd", "kwh")
 SERVING_COLUMNS = ("tpot_s", "usd_per_million", "kwh_per_million")
@@ -291,7 +292,7 @@ def in_words(report: DesignReport, top: int = 10) -> str:
         )
     for work, rows in report.fronts.items():
         lines += ["", f"{work}: {len(rows)} that no other beats in time, money and energy at once"]
-        lines += [f"  {_in_words(report, work, row)}" for row in picked(rows, top)]
+        lines += [f"  {_in_words(report, work, row)}" for row in evenly(rows, top)]
     for metric, of_axes in report.effects.items() if len(points) > 1 else ():
         lines += ["", f"{metric}: its median with each value, over that with the first"]
         for key, ratios in of_axes.items():

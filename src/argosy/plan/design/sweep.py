@@ -38,6 +38,7 @@ from argosy.plan.hardware.devices import Format
 from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.layouts import Layouts, column_of
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import evenly
 from argosy.plan.report.request import Question, in_keys, of_model
 from argosy.plan.search.candidates import WholeRunModel
 from argosy.plan.search.search import SearchResult, plainest, search
@@ -187,7 +188,7 @@ class TrainingSweep:
             best.add(self.found_for(row, self.fastest))
         for number_format in self.formats:
             if number_format != self.fastest:
-                for row in picked(self._seen, OTHER_POINTS):
+                for row in evenly(self._seen, OTHER_POINTS):
                     best.add(self.found_for(row, number_format))
         if not best.ways:
             raise UserError(
@@ -393,10 +394,3 @@ def _one(rates: Rates) -> Rates:
     """Return rates of columns of one as rates of numbers."""
     numbers: dict[str, Any] = {name: float(np.ravel(v)[0]) for name, v in vars(rates).items() if np.ndim(v)}
     return replace(rates, **numbers)
-
-
-def picked(places: Sequence[int] | NDArray[np.int64], most: int) -> list[int]:
-    """Return at most so many, evenly from the first to the last."""
-    if len(places) <= most:
-        return [int(place) for place in places]
-    return [int(places[round(i * (len(places) - 1) / max(1, most - 1))]) for i in range(most)]

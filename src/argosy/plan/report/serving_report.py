@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from argosy.config.load import model_name
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate, count, gib, percent, seconds, within
+from argosy.plan.quantities import evenly
 from argosy.plan.report.report import PlanRequest, describe
 from argosy.plan.search.serving import Serving, ServingQuestion, ServingSearch, SizedFleet, pareto
 
@@ -61,7 +62,7 @@ def serving_report(request: PlanRequest, question: ServingQuestion) -> ServingRe
         output=question.output,
         engine=search.engine.label or "the mean of all engines",
         assumed=(*request.assumed, *cluster.device.caveats),
-        choices=tuple(_thinned(front, request.top)),
+        choices=tuple(evenly(front, request.top)),
         curve=tuple(found),
         rate=question.rate,
         sized=tuple(search.sized()[: request.top]) if question.rate else (),
@@ -69,13 +70,6 @@ def serving_report(request: PlanRequest, question: ServingQuestion) -> ServingRe
         devices=cluster.devices,
         worse=tuple(_worse(costs, front)),
     )
-
-
-def _thinned(front: list[Serving], most: int) -> list[Serving]:
-    """Return at most so many of the front, evenly from its first to its last."""
-    if len(front) <= most or most < 2:
-        return front[:most]
-    return [front[round(i * (len(front) - 1) / (most - 1))] for i in range(most)]
 
 
 def _worse(costs: CostModel, front: list[Serving]) -> list[str]:

@@ -22,6 +22,7 @@ from argosy.plan.cost.step_time import StepTime
 from argosy.plan.hardware.devices import GIB
 from argosy.plan.layouts import PLAN_WORDS, Ints, Layouts
 from argosy.plan.plan import MESH, Plan
+from argosy.plan.quantities import evenly
 from argosy.plan.rules import breaks_any
 from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
 
@@ -133,7 +134,8 @@ class SearchResult:
     def pareto(self, many: int = 8) -> NDArray[np.int64]:
         """Return the rows that no other beats in step time, memory and devices at once, the fastest first."""
         order = np.lexsort((self.memory_bytes, self.devices, self.step_s))
-        return _thinned(_front(order, self.devices[order], self.memory_bytes[order]), many)
+        front = _front(order, self.devices[order], self.memory_bytes[order])
+        return np.array(evenly(front.tolist(), many), np.int64)
 
 
 def _front(order: NDArray[np.int64], devices: NDArray[np.int64], memory: Floats) -> NDArray[np.int64]:
@@ -144,12 +146,6 @@ def _front(order: NDArray[np.int64], devices: NDArray[np.int64], memory: Floats)
         before = np.concatenate([[np.inf], fewer[:-1]])
         keep |= (devices == count) & (memory < before * 0.999)
     return order[keep]
-
-
-def _thinned(rows: NDArray[np.int64], many: int) -> NDArray[np.int64]:
-    if len(rows) <= many:
-        return rows
-    return rows[np.unique(np.linspace(0, len(rows) - 1, many).round().astype(int))]
 
 
 def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> SearchResult:

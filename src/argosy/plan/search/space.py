@@ -160,25 +160,10 @@ class Space:
 
         any_microbatch: also return those that could with another microbatch.
         """
-        rest = {
-            "async_tp": self._of("async_tp", False),
-            "overlap_experts": self._of("overlap_experts", False),
-            "user_buffers": self._of("user_buffers", False),
-            "fp8_gather": self._of("fp8_gather", False),
-            "offload": self._of("offload", "none"),
-            "precision": self._of("precision", self.costs.precision),
-            "weights": self._of("weights", "fp32"),
-            "reduce": self._of("reduce", "fp32"),
-            "sync": self._of("sync", USUAL_OF_SITES if self.run.sites else "exact"),
-            "sum_inside": self._of("sum_inside", 1),
-            "sum_between": self._of("sum_between", 1),
-            "bucket_mb": self._of("bucket_mb", Plan().bucket_mb),
-            "shares": self._of("shares", ""),
-            "layers": self._of("layers", ""),
-        }
-        for key, values in rest.items():
+        usual = Plan(precision=self.costs.precision, sync=USUAL_OF_SITES if self.run.sites else "exact")
+        for key, value in usual:
             if key not in table:
-                table = crossed(table, {key: column_of(key, values)})
+                table = crossed(table, {key: column_of(key, self._of(key, value))})
         plans = Layouts(**table)
         broken = breaks_any(plans, self.run, besides=OF_MICROBATCHES if any_microbatch else ())
         return plans[~np.broadcast_to(broken, len(plans)) & self._worth_it(plans)]
