@@ -35,7 +35,7 @@ from argosy.inference.openai_requests import (
     SamplingRequest,
 )
 from argosy.inference.sampling import Sampling, TextPiece
-from argosy.watch.http import MOST_CONNECTIONS, MOST_HTTP_HEADER_BYTES, PatientProtocol
+from argosy.watch.http import uvicorn_config
 
 SERVE_PORT = 8000
 """The port that vLLM has too; the next free one if it is taken."""
@@ -255,19 +255,5 @@ def server_of(
 ) -> uvicorn.Server:
     """Return the server; `run(sockets=[listener])` serves until SIGINT or SIGTERM."""
     app = make_app(model, name, chat, token, tuple(dict.fromkeys((*OWN_HOSTS, host.lower()))))
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=PatientProtocol,
-            ws="none",
-            lifespan="off",  # the app has none, and Ctrl-C would print the traceback of its end
-            loop="asyncio",
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
-            h11_max_incomplete_event_size=MOST_HTTP_HEADER_BYTES,
-            timeout_graceful_shutdown=2,
-            proxy_headers=False,
-        )
-    )
+    # The app has no lifespan, and Ctrl-C would print the traceback of its end.
+    return uvicorn.Server(uvicorn_config(app, lifespan="off"))

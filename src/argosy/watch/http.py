@@ -7,7 +7,10 @@ import errno
 import os
 import secrets
 import socket
+from typing import Literal
 
+from starlette.types import ASGIApp
+from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from argosy.config.launch import SHORTEST_TOKEN
@@ -88,6 +91,24 @@ class PatientProtocol(H11Protocol):
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
+
+
+def uvicorn_config(app: ASGIApp, lifespan: Literal["auto", "off"] = "auto") -> Config:
+    """Return how uvicorn serves `app` to whoever asks."""
+    return Config(
+        app,
+        http=PatientProtocol,
+        ws="none",
+        lifespan=lifespan,
+        loop="asyncio",
+        log_level="error",
+        access_log=False,  # it would show the token
+        server_header=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        h11_max_incomplete_event_size=MOST_HTTP_HEADER_BYTES,
+        timeout_graceful_shutdown=2,
+        proxy_headers=False,
+    )
 
 
 def _close_one(connections: list[PatientProtocol]) -> None:

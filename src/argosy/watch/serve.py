@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
 import uvicorn
@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from argosy.config.launch import OWN_HOSTS, host_of, is_loopback
-from argosy.watch.http import MOST_CONNECTIONS, MOST_HTTP_HEADER_BYTES, PatientProtocol
+from argosy.watch.http import uvicorn_config
 from argosy.watch.library import Library
 from argosy.watch.server import Api, failed_answer
 
@@ -202,16 +202,4 @@ def server_of(
     port = listener.getsockname()[1]
     names = (*OWN_HOSTS, host.lower()) if is_loopback(host) else OWN_HOSTS
     app, let_go = make_app(root, token, port, names, mcp)
-    options: dict[str, Any] = {
-        "http": PatientProtocol,
-        "ws": "none",
-        "loop": "asyncio",
-        "log_level": "error",
-        "access_log": False,  # it would show the token
-        "server_header": False,
-        "limit_concurrency": MOST_CONNECTIONS,
-        "h11_max_incomplete_event_size": MOST_HTTP_HEADER_BYTES,
-        "timeout_graceful_shutdown": 2,
-        "proxy_headers": False,
-    }
-    return PageServer(uvicorn.Config(app, **options), let_go)
+    return PageServer(uvicorn_config(app), let_go)
