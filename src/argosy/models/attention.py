@@ -160,10 +160,7 @@ class Attention(nn.Module):
             y_BTHE = cached_attention(q_BTHE, k_BSKE, v_BSKE, self.window, self.softcap, sinks_H, first)
         else:
             q, k, v = (self._padded(x) for x in (q_BTHE, k_BTKE, v_BTKV))
-            if self.window or self.softcap or sinks_H is not None:
-                y_BTHE = self.core(q, k, v, documents, self.window, self.softcap, sinks_H)
-            else:
-                y_BTHE = self.core(q, k, v, documents)
+            y_BTHE = self.core(q, k, v, documents, self.window, self.softcap, sinks_H)
         y_BTHV = y_BTHE if self.core_width == self.value_width else y_BTHE[..., : self.value_width]
         if self.out_gate is None:
             return self.o(y_BTHV.flatten(2))

@@ -32,7 +32,7 @@ class FakeDevice:
     """The device's streams and memory, as far as a step can tell."""
 
     def __init__(self, watch: DeviceWatch) -> None:
-        self._watch = watch
+        self._watch, self.clocks = watch, watch.streams
         self._local = threading.local()
         self._numbers = itertools.count(1)
         self._pinned: dict[int, int] = {}  # memory -> bytes
@@ -65,14 +65,14 @@ class FakeDevice:
             return
         if "empty" in func.name():
             for tensor in tensors_in(result):
-                self._watch.streams.made(tensor, self.stream.name)
+                self.clocks.made(tensor, self.stream.name)
             return
         written = [*tensors_in(result)]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += tensors_in([value])
         read = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-        self._watch.streams.ran(self.stream.name, read, written)
+        self.clocks.ran(self.stream.name, read, written)
 
     def host_ran(self, func: Any, args: Any) -> None:
         """An operator ran on the host: what it touches may be under way."""
@@ -80,14 +80,11 @@ class FakeDevice:
         if not tensors or is_view(func):
             return
         written = tensors[:1] if is_in_place(func) and args[0] is tensors[0] else []
-        self._watch.streams.ran(HOST_STREAM, tensors[len(written) :], written)
+        self.clocks.ran(HOST_STREAM, tensors[len(written) :], written)
 
     def copied(self, source: Tensor, to: Tensor) -> None:
         """A copy between host and device is put on the current stream."""
-        self._watch.streams.ran(self.stream.name, [source], [to])
-
-    def keep_for(self, tensor: Tensor, stream: FakeStream) -> None:
-        self._watch.streams.keep_for(tensor, stream.name)
+        self.clocks.ran(self.stream.name, [source], [to])
 
     # ---- pinned memory: torch keeps what was freed, by powers of two
 
@@ -113,17 +110,17 @@ class FakeDevice:
     # ---- messages: each group's go on a stream of their own, after all that is on the current one
 
     def sent(self, group: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        streams, name = self._watch.streams, f"stream of group {group[-12:]}"
-        streams.wait(name, streams.record(self.stream.name))
-        streams.ran(name, read, written)
-        self._last_sent = streams.record(name)
+        clocks, name = self.clocks, f"stream of group {group[-12:]}"
+        clocks.wait(name, clocks.record(self.stream.name))
+        clocks.ran(name, read, written)
+        self._last_sent = clocks.record(name)
         for tensor in written:
             self._under_way[id(tensor.untyped_storage())] = self._last_sent
 
     def wait_for(self, tensor: Tensor) -> None:
         """Functional collectives: the current stream waits for what fills this tensor."""
         if (carried := self._under_way.pop(id(tensor.untyped_storage()), None)) is not None:
-            self._watch.streams.wait(self.stream.name, carried)
+            self.clocks.wait(self.stream.name, carried)
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a process group, and remember what its work carries."""
@@ -135,18 +132,12 @@ class FakeDevice:
     def wait_work(self, wait: Callable[..., Any], work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         """The current stream waits for a message; the host does not."""
         _, carried = self._works.pop(id(work), (None, {}))
-        self._watch.streams.wait(self.stream.name, carried)
+        self.clocks.wait(self.stream.name, carried)
         return wait(work, *args, **kwargs)
 
     def host_waits_for(self, carried: Clock, what: str) -> None:
         self._watch.host_waits(what)
-        self._watch.streams.host_waits(carried)
-
-    def record(self, stream: FakeStream) -> Clock:
-        return self._watch.streams.record(stream.name)
-
-    def wait(self, stream: FakeStream, carried: Clock) -> None:
-        self._watch.streams.wait(stream.name, carried)
+        self.clocks.host_waits(carried)
 
 
 class FakeStream:
@@ -166,10 +157,10 @@ class FakeStream:
         self._device.stacked.pop()
 
     def wait_stream(self, other: FakeStream) -> None:
-        self._device.wait(self, self._device.record(other))
+        self._device.clocks.wait(self.name, self._device.clocks.record(other.name))
 
     def wait_event(self, event: FakeEvent) -> None:
-        self._device.wait(self, event.carried)
+        self._device.clocks.wait(self.name, event.carried)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent(self._device)
@@ -177,7 +168,7 @@ class FakeStream:
         return event
 
     def synchronize(self) -> None:
-        self._device.host_waits_for(self._device.record(self), "a stream is waited for")
+        self._device.host_waits_for(self._device.clocks.record(self.name), "a stream is waited for")
 
     def query(self) -> bool:
         return True
@@ -191,10 +182,10 @@ class FakeEvent:
         self.device = torch.device(NVIDIA, 0)
 
     def record(self, stream: FakeStream | None = None) -> None:
-        self.carried = self._device.record(stream or self._device.stream)
+        self.carried = self._device.clocks.record((stream or self._device.stream).name)
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        self._device.wait(stream or self._device.stream, self.carried)
+        self._device.clocks.wait((stream or self._device.stream).name, self.carried)
 
     def synchronize(self) -> None:
         self._device.host_waits_for(self.carried, "an event is waited for")
@@ -219,12 +210,6 @@ def answered(device: FakeDevice, watch: DeviceWatch, capability: tuple[int, int]
     )
     state = torch.zeros(16, dtype=torch.uint8)
 
-    def synchronize(*_: Any) -> None:
-        watch.host_waits("the device is waited for")
-
-    def stream_of(*_: Any) -> FakeStream:
-        return device.stream
-
     def new_stream(*_: Any, **__: Any) -> FakeStream:
         return device.new_stream()
 
@@ -232,8 +217,8 @@ def answered(device: FakeDevice, watch: DeviceWatch, capability: tuple[int, int]
         return FakeEvent(device)
 
     shared: dict[str, Any] = {
-        "synchronize": synchronize,
-        "current_stream": stream_of,
+        "synchronize": lambda *_: watch.host_waits("the device is waited for"),
+        "current_stream": lambda *_: device.stream,
         "is_available": lambda *_: True,
         "device_count": lambda: 8,
         "empty_cache": lambda: None,

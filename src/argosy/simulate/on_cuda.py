@@ -161,7 +161,7 @@ def seen_as_cuda(watch: DeviceWatch, device: FakeDevice) -> Iterator[None]:
         (FakeTensor, "data_ptr", _address),
         (Tensor, "pin_memory", lambda tensor, *_: _pinned(device, tensor)),
         (Tensor, "is_pinned", lambda tensor, *_, **__: device.is_pinned(tensor)),
-        (Tensor, "record_stream", lambda tensor, stream, *_: device.keep_for(tensor, stream)),
+        (Tensor, "record_stream", lambda tensor, stream, *_: device.clocks.keep_for(tensor, stream.name)),
         (Tensor, "new_tensor", _new_tensor),
         (torch, "tensor", _tensor),
         (torch, "as_tensor", _tensor),
