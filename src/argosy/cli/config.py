@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -30,7 +30,8 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, first_error
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.devices import DEVICE_FORMATS, DataSheet, find_device
+from argosy.plan.hardware.data_sheet import DataSheet
+from argosy.plan.hardware.devices import find_device
 from argosy.plan.parameters import parameters
 
 LAPTOP_VOCABULARY = 4096
@@ -64,43 +65,13 @@ class PresetNames:
     clusters: list[str]
 
 
-@dataclass(frozen=True)
-class DeviceOptions:
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(DataSheet):
     """Options of `argosy config device`: the figures of a data sheet. TFLOP/s are dense, with fp32 accumulation: half
     of what is printed "with sparsity"."""
 
     name: Annotated[str, tyro.conf.Positional]
     """A name for the device."""
-    memory_gb: float
-    """Memory, GB."""
-    memory_gb_s: float
-    """Memory bandwidth, GB/s."""
-    bf16_tflops: float | None = None
-    """Matmuls in bf16."""
-    fp16_tflops: float | None = None
-    """Matmuls in fp16."""
-    tf32_tflops: float | None = None
-    """Matmuls in tf32."""
-    fp32_tflops: float | None = None
-    """Arithmetic in fp32."""
-    fp8_tflops: float | None = None
-    """Matmuls in fp8."""
-    fp4_tflops: float | None = None
-    """Matmuls in fp4."""
-    usable_gb: float | None = None
-    """Memory that torch sees; default: 92 % of it."""
-    efficiency: float | None = None
-    """Share of the first rate that large matmuls reach; default: 0.75, and wider intervals."""
-    link_gb_s: float | None = None
-    """To the other devices of a node, one direction; default: PCIe 4.0 x16, 32, and wider intervals."""
-    nic_gb_s: float | None = None
-    """A device's share in the network, one direction; default: 3.125, 200 Gb/s for 8."""
-    devices_per_node: int = 8
-    """Devices of a node."""
-    power_w: float | None = None
-    """Power, W; without it, energy is not predicted."""
-    compute_capability: float | None = None
-    """NVIDIA's, such as 8.9; without it, no plan in fp8 is predicted."""
     out: Path | None = None
     """The file to write; default: NAME.toml. It must not exist yet."""
     json: PrintJson = False
@@ -180,11 +151,8 @@ def _device(argv: list[str]) -> None:
       argosy config device mine --bf16-tflops 200 --memory-gb 32 --memory-gb-s 1000 --link-gb-s 64 --power-w 400
     """
     options = parse(argv, "argosy config device", DeviceOptions, inspect.getdoc(_device))
-    order = ("bf16", "fp16", *DEVICE_FORMATS)
-    rates: dict[str, float] = {fmt: rate for fmt in order if (rate := getattr(options, f"{fmt}_tflops")) is not None}
-    given = {f.name: getattr(options, f.name) for f in fields(DataSheet) if f.name != "tflops"}
     try:
-        device = DataSheet(rates, **given).device(options.name)
+        device = options.device(options.name)
     except ValidationError as problem:
         why = first_error(problem).removeprefix("Value error, ")
         raise UserError(f"{options.name}: no device has such figures: {why}") from None

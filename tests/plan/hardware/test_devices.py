@@ -11,7 +11,8 @@ from argosy.config.layers import preset_names, preset_path
 from argosy.errors import UserError
 from argosy.plan.cost.constants import time_std
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
-from argosy.plan.hardware.devices import DataSheet, find_device
+from argosy.plan.hardware.data_sheet import DataSheet
+from argosy.plan.hardware.devices import find_device
 
 DEVICES = preset_names("devices")
 
@@ -119,7 +120,7 @@ def test_a_data_sheet_that_says_the_compute_capability_may_have_fp8():
     sheet = replace(SHEET, compute_capability=8.9)
     assert sheet.device("mine").why_not_in("fp8", False) is None
     assert "no compute_capability" in SHEET.device("mine").why_not_in("fp8", False)
-    without = replace(sheet, tflops={"bf16": 165.2}).device("mine")
+    without = replace(sheet, fp8_tflops=None).device("mine")
     assert without.why_not_in("fp8", False) == "plan.precision = fp8: mine has no fp8 matmuls. Try precision=bf16."
 
 
@@ -207,11 +208,11 @@ def test_geforce_cards_sum_through_the_host(card):
     assert device.ring_bytes_per_s < 0.5 * device.link_bytes_per_s
 
 
-SHEET = DataSheet({"bf16": 165.2, "fp8": 330.3}, memory_gb=24, memory_gb_s=1008)
+SHEET = DataSheet(memory_gb=24, memory_gb_s=1008, bf16_tflops=165.2, fp8_tflops=330.3)
 WHOLE = DataSheet(
-    {"bf16": 165.2},
-    24,
-    1008,
+    memory_gb=24,
+    memory_gb_s=1008,
+    bf16_tflops=165.2,
     usable_gb=23.5,
     efficiency=0.9,
     link_gb_s=64,
@@ -241,8 +242,8 @@ def test_what_the_sheet_leaves_out_is_assumed_and_widens_the_interval():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tflops": {}}, "no matmul rate is given. Give the dense one, e.g. --bf16-tflops"),
-        ({"tflops": {"fp16": -1.0}}, "--fp16-tflops -1.0: must be a finite number above 0"),
+        ({"bf16_tflops": None, "fp8_tflops": None}, "no matmul rate is given. Give the dense one, e.g. --bf16-tflops"),
+        ({"fp16_tflops": -1.0}, "--fp16-tflops -1.0: must be a finite number above 0"),
         ({"memory_gb": float("inf")}, "--memory-gb inf: must be a finite number above 0"),
         ({"devices_per_node": 0}, "--devices-per-node 0: must be"),
         ({"usable_gb": 25.0}, "--usable-gb 25.0: must be at most 24"),
@@ -251,7 +252,7 @@ def test_what_the_sheet_leaves_out_is_assumed_and_widens_the_interval():
 )
 def test_figures_that_cannot_be_are_named_by_their_option(changes, message):
     with pytest.raises(UserError, match=message):
-        DataSheet(**{**vars(SHEET), **changes}).device("mine")
+        replace(SHEET, **changes).device("mine")
 
 
 def test_the_catalogue_s_names_are_taken():
@@ -261,7 +262,7 @@ def test_the_catalogue_s_names_are_taken():
 
 def test_a_card_of_the_catalogue_comes_out_of_its_sheet():
     card = find_device("rtx-4090")
-    ours = DataSheet({"bf16": 165.2}, 24, 1008, usable_gb=23.52, efficiency=0.85, link_gb_s=32).device("mine")
+    ours = replace(SHEET, usable_gb=23.52, efficiency=0.85, link_gb_s=32).device("mine")
     assert ours.matmul_flops_per_s("bf16") == card.matmul_flops_per_s("bf16")
     assert ours.usable_bytes == pytest.approx(card.usable_bytes, rel=1e-3)
     assert ours.link_bytes_per_s == card.link_bytes_per_s
