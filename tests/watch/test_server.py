@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -14,7 +15,6 @@ pytest.importorskip("starlette")
 from argosy.observe import line_follower
 from argosy.watch import library, metrics_table, timeline
 from argosy.watch import server as server_module
-from argosy.watch.library import Library
 from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunReader
 from argosy.watch.server import VIEWS
@@ -302,17 +302,17 @@ def test_a_run_that_takes_long_to_open_holds_no_other_up(tmp_path: Path, monkeyp
 def test_a_hundred_runs_at_once_are_answered_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(100):
         Made(steps=20, ranks=1, save_every=20).write(tmp_path / f"run-{n:03}")
-    opened: list[Library] = []
-    real = Library.__init__
-    monkeypatch.setattr(Library, "__init__", lambda self, root: (real(self, root), opened.append(self))[0])
     monkeypatch.setattr(library, "MOST_OPEN", 10)
+    gc.collect()
+    before = sum(isinstance(each, RunReader) for each in gc.get_objects())
     with served(tmp_path) as server, ThreadPoolExecutor(50) as threads:
         assert len(server.get("/api/runs").json()) == 100
         answers = list(threads.map(lambda n: server.get(f"/api/runs/run-{n:03}/series?keys=loss"), range(100)))
         assert [answer.status for answer in answers] == [200] * 100
         assert all(len(answer.json()["step"]) == 20 for answer in answers)
         server.get("/api/runs/run-000")
-        assert len(opened[0]._open) <= 10
+        gc.collect()
+        assert sum(isinstance(each, RunReader) for each in gc.get_objects()) - before <= 10
 
 
 def test_a_long_run_is_read_by_groups_and_its_numbers_are_all_there(

@@ -1,0 +1,103 @@
+"""What Kubernetes is asked for, before anything is asked: names that it takes, and the run's place in the volume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from argosy.config.schema import RunConfig
+from argosy.engines.engine import RunJob
+from argosy.engines.kubernetes import Kubernetes
+from argosy.engines.record import LaunchedJob
+from argosy.errors import UserError
+
+
+def job(name: str = "mine", run_dir: str = "/work/runs/mine", **options: Any) -> RunJob:
+    given = {"image": "a:1", "volume": "shared", "namespace": "training"} | options
+    return RunJob(run=RunConfig(name=name), run_dir=Path(run_dir), words=("run.toml",), work_dir=Path("/work"), **given)
+
+
+def objects(asked: RunJob) -> dict[str, dict[str, Any]]:
+    return {each["kind"]: each for each in yaml.safe_load_all(Kubernetes().script(asked))}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"image": ""},
+            "--on kubernetes: no image is given. Build one from Argosy's Dockerfile, push it to a registry",
+        ),
+        (
+            {"volume": ""},
+            "--on kubernetes: no volume is given. Name a PersistentVolumeClaim that all pods can write to",
+        ),
+        ({"volume": ":/data"}, "--on kubernetes: no volume is given."),
+        ({"namespace": "Training"}, "--namespace Training: no name that Kubernetes takes. Give small letters, digits"),
+        ({"namespace": "a" * 64}, "no name that Kubernetes takes. Give small letters, digits, dashes; at most 63."),
+        ({"partition": "-queue"}, "--partition -queue: no name that Kubernetes takes."),
+        ({"gpu_resource": "gpu"}, "--gpu-resource gpu: no resource of a device plugin. Try amd.com/gpu."),
+    ],
+)
+def test_what_kubernetes_would_not_take_is_refused_with_the_option(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        Kubernetes().check(job(**options))
+    assert said in str(refused.value)
+    Kubernetes().check(job(partition="team.queue", gpu_resource="amd.com/gpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("mine", "mine-00000"),
+        ("My_run.2", "my-run-2-00000"),
+        ("7b", "r-7b-00000"),  # a name of a service begins with a letter
+        (f"{'a' * 29}-b", f"{'a' * 29}-00000"),
+    ],
+)
+def test_objects_are_called_like_the_run_as_far_as_kubernetes_takes_that(name: str, called: str) -> None:
+    made = objects(job(name))
+    assert made["JobSet"]["metadata"] | {"name": called, "namespace": "training"} == made["JobSet"]["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("volume", "run_dir", "there"),
+    [
+        ("shared", "/work/runs/mine", "/data/runs/mine"),
+        ("shared:/mnt", "/work/runs/mine", "/mnt/runs/mine"),
+        ("shared:/mnt", "/mnt/else/mine", "/mnt/else/mine"),  # it has that path in the pods already
+    ],
+)
+def test_the_runs_folder_is_in_the_volume(volume: str, run_dir: str, there: str) -> None:
+    (nodes,) = objects(job(run_dir=run_dir, volume=volume))["JobSet"]["spec"]["replicatedJobs"]
+    (container,) = nodes["template"]["spec"]["template"]["spec"]["containers"]
+    words = container["command"]
+    assert words[words.index("--run-dir") + 1] == there
+    assert there.startswith(container["volumeMounts"][0]["mountPath"])
+
+
+@pytest.mark.parametrize(
+    ("volume", "run_dir", "said"),
+    [
+        ("shared:data", "/work/runs/a", "--volume shared:data: data is no absolute path. Try shared:/data."),
+        (
+            "shared",
+            "/elsewhere/a",
+            "--run-dir /elsewhere/a: the run's folder is in the volume, at /data in the pods. Give",
+        ),
+    ],
+)
+def test_a_folder_outside_of_it_is_refused(volume: str, run_dir: str, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        Kubernetes().script(job(run_dir=run_dir, volume=volume))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "namespace"), [("mine", "a b"), ("--all", "training"), ("mine", None)])
+def test_a_record_with_what_is_no_name_is_not_given_to_kubectl(name: str, namespace: str | None) -> None:
+    place = {} if namespace is None else {"namespace": namespace}
+    with pytest.raises(UserError):
+        Kubernetes().check_job(LaunchedJob(engine="kubernetes", id=name, submitted_s=0, nodes=1, place=place))
