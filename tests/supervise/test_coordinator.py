@@ -76,7 +76,13 @@ class Sleep:
         monkeypatch.setattr(agent_connections, "LONGEST_TURN_S", 0.1)
         self._asleep, self._wake = threading.Event(), threading.Event()
         self._wants = False
-        monkeypatch.setattr(Coordinator, "_report_refused", lambda coordinator: self._turn())
+        turn = agent_connections.AgentConnections.turn
+
+        def turn_after_sleep(connections: agent_connections.AgentConnections, timeout_s: float) -> Any:
+            self._turn()
+            return turn(connections, timeout_s)
+
+        monkeypatch.setattr(agent_connections.AgentConnections, "turn", turn_after_sleep)
 
     def _turn(self) -> None:
         if self._wants:
