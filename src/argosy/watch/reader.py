@@ -89,6 +89,15 @@ class RunFiles:
         self._prediction = WatchedFile(folder / "plan.toml", Prediction.load)
         self._report = WatchedFile(folder / "report.json", lambda path: report_of(table_of(path)))
         self._io_problems: dict[str, str] = {}
+        self.events: list[Event] = []
+        """Events of all processes in the order of time, each with its `process`; the number held is bounded."""
+        self.run: RunConfig | None = None
+        """run.toml; None if it is missing or from another version."""
+        self.plan: Plan | None = None
+        self.prediction: Prediction | None = None
+        """The prediction for that plan, for the machine that it runs on."""
+        self.report: Record | None = None
+        """report.json, written at the run's end."""
         self.status = RunStatus("training")
         """The run's state, as of the last `refresh`."""
         self.nodes: dict[str, NodeSeries] = {}
@@ -99,30 +108,6 @@ class RunFiles:
         """The line of the newest evaluation."""
         self.recent_steps: list[Record] = []
         """The lines of the last steps."""
-
-    @property
-    def events(self) -> list[Event]:
-        """Events of all processes in the order of time, each with its `process`; the number held is bounded."""
-        return self._events.events
-
-    @property
-    def run(self) -> RunConfig | None:
-        """run.toml; None if it is missing or from another version."""
-        return self._run.value
-
-    @property
-    def plan(self) -> Plan | None:
-        return self._plan.value
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """The prediction for that plan, for the machine that it runs on."""
-        return self._prediction.value
-
-    @property
-    def report(self) -> Record | None:
-        """report.json, written at the run's end."""
-        return self._report.value
 
     @property
     def state(self) -> State:
@@ -146,6 +131,8 @@ class RunFiles:
     def refresh(self) -> bool:
         """Read what was added since; return True if anything changed. What cannot be read becomes a problem."""
         changed = [self._try(name, part) for name, part in self._parts().items()]
+        self.events, self.run, self.plan = self._events.events, self._run.value, self._plan.value
+        self.prediction, self.report = self._prediction.value, self._report.value
         before = self.status
         found = condition(
             self.events, self.report, self.alive_s, time.time(), self.recent_step_s, lambda: is_gone(self.folder)

@@ -11,7 +11,7 @@ from argosy.observe.counters import OWN_WORK
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.dealing import LEAST_HOLD, RankWork
 from argosy.watch.columns import Floats
-from argosy.watch.facts import Event, RankTable, RunFacts
+from argosy.watch.facts import DeviceSeen, Event, RankTable, RunFacts
 from argosy.watch.rules.planner import Advice, Planner
 
 LEAST_RANK_STEPS = 10
@@ -40,7 +40,7 @@ def straggler(facts: RunFacts, planner: Planner) -> Advice | None:
     peers_s = own_s / times
     where = _category(ranks, at)
     others = f"; so do{'es' * (len(slow) == 2)} {_some(sorted(set(slow) - {rank}))}" if len(slow) > 1 else ""
-    holds = _held_up(facts, at)
+    holds = float(np.nanmedian(_over_peers(facts)[1][:, at]))  # whatever each had to do
     lost_s = own_s * (1 - 1 / holds) if holds >= 1 + LEAST_HOLD else 0.0
     first, last = int(ranks.steps[0]), int(ranks.steps[-1])
     share = min(1.0, lost_s / facts.step_s) if facts.step_s > 0 else None
@@ -123,9 +123,8 @@ def throttled_device(facts: RunFacts, planner: Planner) -> Advice | None:
     )
 
 
-def _device(device: object) -> str:
-    node, ranks = getattr(device, "node", ""), getattr(device, "ranks", ())
-    return f"That of {_some(list(ranks))} on {node}" if ranks else f"One on {node}"
+def _device(device: DeviceSeen) -> str:
+    return f"That of {_some(list(device.ranks))} on {device.node}" if device.ranks else f"One on {device.node}"
 
 
 def _over_peers(facts: RunFacts) -> tuple[Floats, Floats]:
@@ -143,11 +142,6 @@ def _over_peers(facts: RunFacts) -> tuple[Floats, Floats]:
     found = [work.over_peers(*of_step) for of_step in zip(own_s, many, strict=True)]
     slower, holds = (np.array(both)[:, ranks.numbers] for both in zip(*found, strict=True))
     return slower, holds
-
-
-def _held_up(facts: RunFacts, at: int) -> float:
-    """Return how many times its peers' steps those of the rank at that place take, whatever each had to do."""
-    return float(np.nanmedian(_over_peers(facts)[1][:, at]))
 
 
 def _category(ranks: RankTable, at: int) -> str:
