@@ -59,3 +59,8 @@ def test_an_event_needs_what_it_is_understood_by():
 
 def test_text_can_be_encoded():
     assert encodable("a\udcffb").encode() == b"a?b"
+
+
+def test_seconds_of_an_event_are_a_number_or_left_out() -> None:
+    save = {"event": "save", "time_s": 1.0, "step": 3}
+    assert event_of({**save, "seconds": "long"}) == save and event_of({**save, "seconds": 2}) == {**save, "seconds": 2}

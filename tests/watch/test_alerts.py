@@ -127,6 +127,20 @@ def test_an_alert_does_not_flap_while_it_comes_and_goes():
     assert states(said) == [("stall", "begins")]
 
 
+@pytest.mark.parametrize("wrong", [{"alert": ["dead"]}, {"severity": -1.0}, {"why": None}, {"since_s": "long"}])
+def test_an_alert_of_another_form_is_none_of_ours(wrong: dict[str, Any]) -> None:
+    told = {"alert": "dead", "state": "begins", "severity": "critical", "why": "gone", "do": "", "run": "tiny"}
+    ours = event("alert", NOW_S, since_s=NOW_S, **told)
+    assert states(standing(healthy(events=[ours]))) == [("dead", "begins")]
+    assert standing(healthy(events=[{**ours, **wrong}])) == []
+
+
+def test_a_bad_step_that_says_neither_loss_nor_norm_is_told() -> None:
+    facts = healthy(events=[event("bad_step", NOW_S, reason="loss_spike", step=STEPS - 10)])
+    (alert,) = Alerts(AlertsConfig(on=("spike",))).look(facts)
+    assert "step 390 spiked: loss None, gradient norm None" in alert.why
+
+
 @pytest.mark.parametrize("process", ["launcher", "launcher-node2"])
 def test_a_full_disk_that_no_line_tells_of_ends_with_its_finding(process: str) -> None:
     full = event("disk_full", NOW_S - 5, process, why="3 MiB are left on its disk")

@@ -49,6 +49,11 @@ def test_a_run_that_ended_or_has_hardly_begun_has_none():
     assert forecast(healthy(steps=columns(5))) is None
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_times_that_no_clock_gives_have_none():
+    assert forecast(healthy(steps={**columns(400), "seconds.step": np.full(400, 1e308)})) is None
+
+
 def test_failures_are_expected_at_the_runs_own_rate_if_that_is_a_surprise():
     stops = [
         each

@@ -223,7 +223,8 @@ _EVENT = _table(
         ),
         **dict.fromkeys(("step", "size", "world_size", "steps_lost", "generation"), _count),
         **dict.fromkeys(("exit_code", "pid", "number"), _whole),
-        **dict.fromkeys(("seconds", "loss", "grad_norm"), _any_of(_number, _text)),
+        "seconds": _number,
+        **dict.fromkeys(("loss", "grad_norm"), _any_of(_number, _text)),
         **dict.fromkeys(("why", "plan", "node", "site", "reason", "outcome", "source", "process"), _text),
     }
 )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from argosy.config.observe import AlertKind, AlertsConfig
 from argosy.plan.cost.estimate import percent, seconds
@@ -88,12 +89,11 @@ def spike(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
         return
     if newest_step(facts) - newest < settings.spike_steps:
         seen = [event for event in bad if int(event["step"]) == newest]
-        what = (
-            f"loss {seen[0]['loss']}, gradient norm {seen[0]['grad_norm']}"
-            if seen
-            else f"loss {applied[newest][0]:.4g}"
-        )
-        done = f"; its samples: {seen[0].get('outcome', '')}" if seen else ", and it was applied"
+        if seen:
+            what = f"loss {seen[0].get('loss')}, gradient norm {seen[0].get('grad_norm')}"
+            done = f"; its samples: {seen[0].get('outcome', '')}"
+        else:
+            what, done = f"loss {applied[newest][0]:.4g}", ", and it was applied"
         do = "Nothing, if it stays at one. If they repeat: lower optimizer.lr, or look at the samples."
         yield AlertCondition(True, f"step {newest} spiked: {what}{done}", do, evidence={"step": newest})
     else:
@@ -407,12 +407,12 @@ def _alert(alert: AlertKind, condition: AlertCondition, phase: Phase, facts: Run
 _ENDED = Alert("stall", "ends", "warning", "", "", 0.0, 0.0, "")
 
 
+_ALERT = TypeAdapter(Alert)
+
+
 def _of_event(event: Event) -> Alert | None:
     """Return the alert that an event of the run tells of; None if it is not one of ours."""
-    names = {name: event[name] for name in Alert.__dataclass_fields__ if name in event}
-    if names.get("alert") not in CHECKS or names.get("state") not in get_args(Phase):
-        return None
     try:
-        return Alert(**names)
-    except TypeError:
+        return _ALERT.validate_python({name: event[name] for name in Alert.__dataclass_fields__ if name in event})
+    except ValidationError:
         return None

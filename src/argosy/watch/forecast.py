@@ -92,6 +92,8 @@ def forecast(facts: RunFacts, planner: Planner | None = None) -> Forecast | None
     planner, random = planner or Planner(facts), np.random.default_rng(0)
     steps_s = _full_steps(facts, left) * _level(facts, random)
     draws = steps_s + _evaluations(facts, left, random)
+    if not np.isfinite(draws).all():  # no clock gave such times
+        return None
     stops, stops_s = _failures(facts, planner, draws, random)
     left_s = Interval.of(draws + stops_s)
     newest_s = facts.last_line_s
