@@ -278,14 +278,14 @@ def _parse(
 ) -> tuple[ExtraT, dict[str, object]]:
     """The command's options, and the keys of `config` that the command line changes: dotted key -> value."""
     shown = any(word in HELP_OPTIONS for word in argv)
-    form = _form(config, shown)
     argv = _by_new_names(argv)
+    typed = {key_of(word[2:].split("=")[0]) for word in argv if word.startswith("--")}
+    form = _form(config, None if shown else typed)
     both = _side_by_side(explained(extra) if shown else extra, type(form))
     found: Any
     unknown: list[str]
     found, unknown = described(both, prog, about, argv)
     _refuse(unknown, prog, extra, type(config))
-    typed = {key_of(word[2:].split("=")[0]) for word in argv if word.startswith("--")}
     return found.extra, dict(_changes(form, found.run, config, typed))
 
 
@@ -337,17 +337,24 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
 # A form is a section as the command line sees it: a dataclass of the same shape whose leaves are words.
 
 
-def _form(config: Section, shown: bool) -> Any:
-    """The form of `config`, with its values as defaults and, if it is to be shown, the meaning of each."""
-    meaning = meanings(type(config)) if shown else {}
+def _form(config: Section, typed: Collection[Key] | None, above: Key = ()) -> Any:
+    """The form of `config`, with its values as defaults.
+
+    typed: the keys that it has beside positional ones, as tyro takes a millisecond for each; None: it is shown, with
+    all keys and the meaning of each.
+    """
+    meaning = meanings(type(config)) if typed is None else {}
     parts: list[tuple[str, Any, Any]] = []
     for name, info in type(config).model_fields.items():
-        value = getattr(config, name)
+        value, key = getattr(config, name), (*above, name)
         if isinstance(value, Section):
-            inner = _form(value, shown)
-            about = tyro.conf.arg(help=type(value).__doc__)
-            parts.append((name, Annotated[type(inner), about], field(default=inner)))
-        elif tyro.conf.Suppress not in info.metadata:
+            if typed is None or any(other[: len(key)] == key for other in typed):
+                inner = _form(value, typed, key)
+                about = tyro.conf.arg(help=type(value).__doc__)
+                parts.append((name, Annotated[type(inner), about], field(default=inner)))
+        elif tyro.conf.Suppress not in info.metadata and (
+            typed is None or key in typed or tyro.conf.Positional in info.metadata
+        ):
             parts.append((name, _leaf(info, value, meaning.get(name)), field(default=_words(value))))
     form = make_dataclass(type(config).__name__, parts, frozen=True)
     form.__doc__ = type(config).__doc__

@@ -99,7 +99,6 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         hide_input_in_errors=True,
-        defer_build=True,
     )
 
     @field_validator("*")
