@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.config.section import count_of, texts_under_names
 
 
@@ -63,3 +64,15 @@ def test_a_count_is_the_number_that_it_says(word, count):
 def test_what_is_no_number_is_refused(word):
     with pytest.raises(ValueError, match=r"is no number|is too large"):
         count_of(word)
+
+
+def test_a_copy_has_other_values_of_keys_at_any_depth_and_all_else() -> None:
+    run = RunConfig()
+    sources = {"mine": 2.0}
+    found = run.with_keys(plan="tp=2", train={"steps": 7}, data={"sources": sources, "prepare": {"seq_len": 9}})
+    dumped = run.model_dump()
+    dumped["plan"], dumped["train"]["steps"] = "tp=2", 7
+    dumped["data"] |= {"sources": sources}
+    dumped["data"]["prepare"]["seq_len"] = 9
+    assert found.model_dump() == dumped and run == RunConfig()
+    assert run.with_keys(train=found.train).train.steps == 7

@@ -267,11 +267,11 @@ def crossed(*tables: Table) -> Table:
     whole = tables[0]
     for table in tables[1:]:
         before, after = (max(map(len, some.values())) for some in (whole, table))
-        is_short = 1 if before and after else -1
+        has_rows = before > 0 and after > 0
         kept = {key: column for key, column in whole.items() if key not in table}
         whole = {
-            **{key: c if len(c) == is_short else np.repeat(c, after) for key, c in kept.items()},
-            **{key: c if len(c) == is_short else np.tile(c, before) for key, c in table.items()},
+            **{key: c if has_rows and len(c) == 1 else np.repeat(c, after) for key, c in kept.items()},
+            **{key: c if has_rows and len(c) == 1 else np.tile(c, before) for key, c in table.items()},
         }
     return whole
 
