@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -219,14 +218,7 @@ def test_files_that_are_no_certificate_are_named(tmp_path):
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name.startswith("cryptography"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.ec", None)
     with pytest.raises(UserError, match=r"argosy\[tls\]"):
         certificate_of(tmp_path)
     assert not list(tmp_path.iterdir())

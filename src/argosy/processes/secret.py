@@ -28,9 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from argosy.config.launch import LaunchConfig
-from argosy.errors import UserError, missing_extra
+from argosy.errors import UserError, imported
 from argosy.files import kept_text
 
 SECRET_VARIABLE, SECRET_FILE_VARIABLE = "ARGOSY_SECRET", "ARGOSY_SECRET_FILE"
@@ -234,25 +235,34 @@ def certificate_of(run_dir: Path) -> Certificate:
 
 def _made() -> tuple[bytes, bytes]:
     """Return a self-signed certificate and its key, on the curve P-256, as PEM."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-        from cryptography.x509.oid import NameOID
-    except ImportError:
-        raise missing_extra("cryptography", "tls", "launch.tls without launch.tls_certificate") from None
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "argosy run")])
-    now = datetime.datetime.now(datetime.UTC)
+    ec = imported("cryptography.hazmat.primitives.asymmetric.ec", "tls", "launch.tls without launch.tls_certificate")
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.x509 import random_serial_number
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    first = now - datetime.timedelta(days=1)  # clocks of machines differ
+    last = now + datetime.timedelta(days=365 * YEARS)
+    return self_signed(key, "argosy run", random_serial_number(), first, last, SHA256())
+
+
+def self_signed(
+    key: Any, name: str, serial: int, first: datetime.datetime, last: datetime.datetime, algorithm: Any
+) -> tuple[bytes, bytes]:
+    """Return a certificate that `key` itself signs, valid from `first` to `last`, and the key, as PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.x509.oid import NameOID
+
+    named = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
+        .subject_name(named)
+        .issuer_name(named)
         .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # clocks of machines differ
-        .not_valid_after(now + datetime.timedelta(days=365 * YEARS))
-        .sign(key, hashes.SHA256())
+        .serial_number(serial)
+        .not_valid_before(first)
+        .not_valid_after(last)
+        .sign(key, algorithm)
     )
     return certificate.public_bytes(serialization.Encoding.PEM), key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -28,9 +28,9 @@ from pydantic import TypeAdapter
 
 from argosy.config.launch import host_and_port, interface_of
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError, missing_extra
+from argosy.errors import UserError, imported
 from argosy.processes.connection import FRAME_BYTES, HELLO_S, Address, BadMessage, Connection, WireRecord, call
-from argosy.processes.secret import Certificate, listen, secret_of
+from argosy.processes.secret import Certificate, listen, secret_of, self_signed
 from argosy.processes.secret import call as called
 from argosy.sync.layout import Sites
 from argosy.sync.messages import FromSite, Hello, M, Ping, Refusal, SiteProgress, framed, unframed
@@ -292,28 +292,9 @@ def contexts(secret: bytes) -> Tls:
 
 def site_certificate(secret: bytes) -> tuple[bytes, bytes]:
     """Return the certificate and the key that follow from a secret, as PEM."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-        from cryptography.x509.oid import NameOID
-    except ImportError:
-        raise missing_extra("cryptography", "tls", "sync.tls = true") from None
+    ed25519 = imported("cryptography.hazmat.primitives.asymmetric.ed25519", "tls", "sync.tls = true")
     key = ed25519.Ed25519PrivateKey.from_private_bytes(hmac.digest(secret, b"key between sites", "sha256"))
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "argosy sites")])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(CERTIFICATE_FROM)
-        .not_valid_after(CERTIFICATE_UNTIL)
-        .sign(key, None)
-    )
-    return certificate.public_bytes(serialization.Encoding.PEM), key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    return self_signed(key, "argosy sites", 1, CERTIFICATE_FROM, CERTIFICATE_UNTIL, None)
 
 
 def listener_at(
