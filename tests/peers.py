@@ -22,7 +22,7 @@ class Peer:
     """One end, driven by calls that wait. It is proven once the constructor returns."""
 
     def __init__(self, connected: socket.socket, handshake: Handshake):
-        self._selector = selectors.DefaultSelector()
+        self.socket, self._selector = connected, selectors.DefaultSelector()
         self.connection = Connection(connected, handshake, self._selector, None)
         self._messages: list[dict[str, Any]] = []
         while not self.connection.is_proven:

@@ -159,8 +159,8 @@ def test_an_agent_that_says_what_is_no_message_is_dropped_alone(server, said, wh
 
 def test_a_frame_without_end_is_refused_by_its_length_and_holds_no_memory(server):
     agent = server.agent("a")
-    agent.connection._socket.sendall(struct.pack(">I", 1 << 31))
-    server.turn_until(lambda: server.left or agent.connection._socket.sendall(bytes(32)))
+    agent.socket.sendall(struct.pack(">I", 1 << 31))
+    server.turn_until(lambda: server.left or agent.socket.sendall(bytes(32)))
     assert "are the most" in server.left[0][1]
 
 

@@ -217,8 +217,7 @@ def test_etcd_over_tls_for_those_who_have_a_password(tmp_path, monkeypatch):
         monkeypatch.setenv(etcd_module.PASSWORD, "hunter2")
         a = open_lease(cluster.url, tmp_path)
         wait_until(lambda: _patiently(lambda: a.acquire(A)))
-        for client in a._clients:
-            client.session.headers["Authorization"] = "has.expired"
+        _end_sessions(cluster.ports[0], certificate)
         assert _patiently(lambda: open_lease(cluster.url, tmp_path).holder()) in (A, None)
         wait_until(lambda: _patiently(lambda: a.acquire(A)))
         monkeypatch.delenv(etcd_module.CA_VARIABLE)
@@ -255,6 +254,20 @@ def _require_a_password(port: int, certificate: Path) -> None:
             ("enable", {}),
         ):
             session.post(f"https://127.0.0.1:{port}/v3/auth/{path}", json=facts, timeout=PATIENT_S).raise_for_status()
+
+
+def _end_sessions(port: int, certificate: Path) -> None:
+    """Set the password anew, with which tokens end that etcd has given out."""
+    who = {"name": "root", "password": "hunter2"}
+    with requests.Session() as session:
+        session.trust_env, session.verify = False, str(certificate)
+
+        def ask(path: str) -> requests.Response:
+            return session.post(f"https://127.0.0.1:{port}/v3/auth/{path}", json=who, timeout=PATIENT_S)
+
+        session.headers["Authorization"] = ask("authenticate").json()["token"]
+        ask("user/changepw").raise_for_status()
+        assert not ask("user/changepw").ok
 
 
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------
