@@ -20,6 +20,7 @@ from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import RunFacts, Table
 from argosy.watch.forecast import forecast
 from argosy.watch.reader import RunReader
+from argosy.watch.steps import ends
 
 SHARES = (0.3, 0.6)
 BINS = 40
@@ -103,8 +104,8 @@ def _try(whole: RunFacts, share: float, name: str) -> Tried | None:
     if said is None:
         return None
     times = whole.column("time_s")
-    left = said.left_s
-    return Tried(name, share, left.low, left.mid, left.high, float(times[-1] - times[count - 1]), _loss(whole, count))
+    low, mid, high = ends(said.left_s)
+    return Tried(name, share, low, mid, high, float(times[-1] - times[count - 1]), _loss(whole, count))
 
 
 def _loss(whole: RunFacts, count: int) -> tuple[float, float, float, float] | None:

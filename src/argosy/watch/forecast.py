@@ -48,35 +48,21 @@ LATE_SHARE = 0.7
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Nine times of ten it lies from `low` to `high`, and half of the time below `mid`."""
-
-    low: float
-    mid: float
-    high: float
-
-    @classmethod
-    def of(cls, draws: Floats) -> Interval:
-        low, mid, high = np.quantile(draws, [0.05, 0.5, 0.95])
-        return cls(float(low), float(mid), float(high))
-
-
-@dataclass(frozen=True)
 class Forecast:
     """The end of a run, and its cost by then."""
 
     steps_left: int
-    left_s: Interval
+    left_s: Estimate
     """Seconds from the newest line to the last step."""
-    end_s: Interval
+    end_s: Estimate
     """Time of that, in seconds since 1970."""
     words: str
     """All of it in a sentence or two."""
-    cost: Interval | None = None
+    cost: Estimate | None = None
     """Money for the whole run; None if nobody knows a price of the devices."""
     cost_so_far: float | None = None
     currency: str = ""
-    energy_kwh: Interval | None = None
+    energy_kwh: Estimate | None = None
     """Energy of the whole run; None if it is neither measured nor published."""
     energy_source: str = ""
     """nvml or rapl: measured; estimate: by the power that the catalogue has of the devices."""
@@ -95,9 +81,9 @@ def forecast(facts: RunFacts, planner: Planner | None = None) -> Forecast | None
     if not np.isfinite(draws).all():  # no clock gave such times
         return None
     stops, stops_s = _failures(facts, planner, draws, random)
-    left_s = Interval.of(draws + stops_s)
+    left_s = Estimate.of_draws(draws + stops_s)
     newest_s = facts.last_line_s
-    end_s = Interval(*(newest_s + each for each in (left_s.low, left_s.mid, left_s.high)))
+    end_s = Estimate(*(newest_s + each for each in (left_s.low, left_s.mid, left_s.high)))
     hours = (facts.wall_s + draws + stops_s) / 3600
     cost, so_far, currency = _cost(facts, planner, hours, random)
     energy, source = _energy(facts, planner, hours, random)
@@ -182,25 +168,25 @@ def _failures(facts: RunFacts, planner: Planner, left_s: Floats, random: np.rand
 
 def _cost(
     facts: RunFacts, planner: Planner, hours: Floats, random: np.random.Generator
-) -> tuple[Interval | None, float | None, str]:
+) -> tuple[Estimate | None, float | None, str]:
     machine, plan = planner.machine, facts.plan
     price = None if machine is None or plan is None else price_per_device_h(machine)
     if machine is None or plan is None or price is None:
         return None, None, ""
     so_far = facts.wall_s / 3600 * plan.world_size * float(price.mid)
-    return Interval.of(hours * plan.world_size * _of(price, random)), so_far, machine.currency
+    return Estimate.of_draws(hours * plan.world_size * _of(price, random)), so_far, machine.currency
 
 
 def _energy(
     facts: RunFacts, planner: Planner, hours: Floats, random: np.random.Generator
-) -> tuple[Interval | None, str]:
+) -> tuple[Estimate | None, str]:
     if facts.power_w:
-        return Interval.of(facts.power_w / 1000 * hours), facts.power_source
+        return Estimate.of_draws(facts.power_w / 1000 * hours), facts.power_source
     machine, plan = planner.machine, facts.plan
     power = None if machine is None or plan is None else power_per_device_w(machine)
     if plan is None or power is None:
         return None, ""
-    return Interval.of(hours * plan.world_size * _of(power, random) / 1000), "estimate"
+    return Estimate.of_draws(hours * plan.world_size * _of(power, random) / 1000), "estimate"
 
 
 def _of(estimate: Estimate, random: np.random.Generator) -> Floats:
@@ -211,7 +197,7 @@ def _of(estimate: Estimate, random: np.random.Generator) -> Floats:
     return np.asarray(mid * np.exp(down * np.minimum(normal, 0.0) + up * np.maximum(normal, 0.0)))
 
 
-def _words(left: int, left_s: Interval, cost: Interval | None, currency: str) -> str:
+def _words(left: int, left_s: Estimate, cost: Estimate | None, currency: str) -> str:
     text = (
         f"{counted(left, 'step')} left: about {seconds(left_s.mid)}, and nine times of ten {seconds(left_s.low)} to "
         f"{seconds(left_s.high)}."

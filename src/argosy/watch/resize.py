@@ -97,8 +97,7 @@ def resizing(
     expected = forecast(facts, planner)
     if run is None or plan is None or expected is None:
         raise UserError(f"{facts.folder}: the run has done too little to tell. Ask again after some more steps.")
-    left, machine = expected.steps_left, planner.machine
-    left_s = Estimate(expected.left_s.low, expected.left_s.mid, expected.left_s.high)
+    left, left_s, machine = expected.steps_left, expected.left_s, planner.machine
     beside = float(left_s.mid) / (left * facts.step_s)  # evaluations and failures make it more than 1
     now = _option("", plan.world_size, str(plan), Estimate.exactly(facts.step_s), left_s, machine, is_measured=True)
     free = rest_of(run, left).model_copy(update={"plan": "auto"})

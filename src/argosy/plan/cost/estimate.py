@@ -36,6 +36,11 @@ class Estimate:
         return cls(mid / factor, mid, mid * factor)
 
     @classmethod
+    def of_draws(cls, draws: NDArray[np.float64]) -> Estimate:
+        """Return the interval of a quantity that was drawn at random."""
+        return cls(*map(float, np.quantile(draws, [0.05, 0.5, 0.95])))
+
+    @classmethod
     def log_normal(cls, mid: Numbers, std: float) -> Estimate:
         """Return the 90 % interval around `mid` of a log-normal quantity; std is that of its logarithm."""
         return cls.within(mid, math.exp(INTERVAL_Z * std))
