@@ -121,9 +121,12 @@ def come(tmp_path: Path) -> Iterator[Callable[[str], AgentConnection]]:
 
     thread.start()
     yield new
+    if thread.is_alive():
+        new("last").hello().keeps_talking_until("heard")
+        agents[-1].say("stopping")
+        agents[-1].keeps_talking_until("heard")
     for agent in agents:
         agent.close()
-    of._alone_s = 0.0
     thread.join(10)
     listener.close()
     assert not thread.is_alive()
