@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import argosy
+from argosy.chaos.campaign import children
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.inference import members
 from argosy.inference.loaded_model import LoadedModel
@@ -24,10 +25,10 @@ PROMPTS = ["def train(", "import", [0, 5, 6]]
 FREE = Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=1)
 
 
-def pids(model: LoadedModel) -> list[int]:
-    world = model._backend._world  # type: ignore[attr-defined]
-    wait_until(lambda: len(world._rank_of) == 2)
-    return list(world._rank_of)
+def members_since(before: list[int]) -> list[int]:
+    """The processes of the model: children of the process that they are forked from, which is a new one of ours."""
+    (forks,) = set(children(os.getpid())) - set(before)
+    return children(forks)
 
 
 @pytest.mark.filterwarnings("ignore::argosy.errors.ArgosyWarning")  # few cores
@@ -35,13 +36,15 @@ def test_two_processes_say_what_one_says_and_end_with_the_model(trained: Path):
     tokens = torch.randint(0, 400, (3, 7), generator=torch.Generator().manual_seed(0))
     with argosy.load_model(trained) as model:
         texts, logits = list(model.complete(PROMPTS, FREE, batch_size=2)), model.logits(tokens)
+    before = children(os.getpid())
     with argosy.load_model(trained, "tp=2") as model:
         torch.testing.assert_close(model.logits(tokens), logits, rtol=1e-5, atol=1e-5)
         pieces = model.stream(PROMPTS, FREE)
         next(pieces)
         pieces.close()  # what is still written of it is dropped
         assert list(model.complete(PROMPTS, FREE, batch_size=2)) == texts
-        processes = pids(model)
+        processes = members_since(before)
+        assert len(processes) == 2
         os.kill(processes[1], signal.SIGKILL)
         with pytest.raises(RunFailed, match=r"process \d of the model ended: killed by SIGKILL"):
             model.generate(PROMPTS, max_tokens=100)
