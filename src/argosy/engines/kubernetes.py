@@ -118,13 +118,8 @@ class Kubernetes(Engine):
         except UserError:
             _ask("delete", "jobset", place.name, f"--namespace={place.namespace}", "--wait=false", may_fail=True)
             raise
-        return LaunchedJob(
-            engine=self.name,
-            id=place.name,
-            submitted_s=round(time.time(), 3),
-            nodes=job.nodes,
-            place={"namespace": place.namespace, "run_dir": str(place.run_dir)},
-        )
+        found_by = {"namespace": place.namespace, "run_dir": str(place.run_dir)}
+        return LaunchedJob.submitted(self.name, place.name, job.nodes, place=found_by)
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what the JobSet's conditions and its pods say."""

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -61,15 +60,14 @@ class Local(Engine):
         """
         child: subprocess.Popen[bytes] | Child
         if isinstance(job, ProgramJob) and job.is_tied:
-            child, log = Child(job.module, *job.words, environment=job.environment), job.log
+            child = Child(job.module, *job.words, environment=job.environment)
         else:
-            log = job.log if isinstance(job, ProgramJob) else job.folder / "local.out"
-            with log.open("ab") as out:
+            with _log_of(job).open("ab") as out:
                 if isinstance(job, ProgramJob):
                     child = spawn((sys.executable, *job.python_words), out, job.environment, job.work_dir)
                 else:
                     child = spawn(("bash", "-c", self.script(job)), out, {})
-        launched = job_of(child.pid, log)
+        launched = job_of(child.pid, _log_of(job))
         self._children[launched.id] = child
         return launched
 
@@ -79,8 +77,7 @@ class Local(Engine):
             if (before := super().find(job)) is not None and self.state(before)[0] == "running":
                 return before
         owner = _owner(job.folder.parent)
-        log = job.log if isinstance(job, ProgramJob) else job.folder / "local.out"
-        return job_of(owner, log) if owner else None
+        return job_of(owner, _log_of(job)) if owner else None
 
     def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no process, or no time at which one started."""
@@ -116,16 +113,14 @@ class Local(Engine):
                 os.kill(_pid(job), signal.SIGTERM)
 
 
+def _log_of(job: Job) -> Path:
+    return job.log if isinstance(job, ProgramJob) else job.folder / "local.out"
+
+
 def job_of(pid: int, log: Path) -> LaunchedJob:
     """Return the job of a process that runs here and prints to a file in its run's folder for launches."""
-    return LaunchedJob(
-        engine=Local.name,
-        id=f"{pid}@{_started(pid)}",
-        submitted_s=round(time.time(), 3),
-        nodes=1,
-        log=str(log),
-        place={"host": socket.gethostname(), "boot": boot_id()},
-    )
+    here = {"host": socket.gethostname(), "boot": boot_id()}
+    return LaunchedJob.submitted(Local.name, f"{pid}@{_started(pid)}", 1, log, here)
 
 
 def _pid(job: LaunchedJob) -> int:

@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -102,8 +101,7 @@ class Login(Engine):
             "program": job.program,
             "run_dir": str(job.run_dir_there),
         }
-        job_id = f"{job.login} {answer.said['job']}"
-        return LaunchedJob(engine=self.name, id=job_id, submitted_s=round(time.time(), 3), nodes=job.nodes, place=place)
+        return LaunchedJob.submitted(self.name, f"{job.login} {answer.said['job']}", job.nodes, place=place)
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what `argosy runs` says there."""
@@ -118,7 +116,6 @@ class Login(Engine):
         return "ended", f"{state} {why}".strip()
 
     def step(self, job: LaunchedJob) -> int | None:
-        """Return the steps that it has made."""
         step = (_run_of(_ask(job, RUNS)) or {}).get("step")
         return int(step) if isinstance(step, int) else None
 
@@ -130,9 +127,7 @@ class Login(Engine):
 
     def logs(self, job: LaunchedJob, follow: bool) -> Iterator[bytes]:
         """Yield what `argosy logs` prints there."""
-        text = f"{shlex.quote(job.place['program'])} logs {shlex.quote(job.place['run_dir'])}" + (
-            " -f" if follow else ""
-        )
+        text = shlex.join([job.place["program"], "logs", job.place["run_dir"], *(["-f"] if follow else [])])
         with subprocess.Popen(
             command(job.place["login"], shlex.split(job.place.get("options", "")), text),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -152,9 +147,8 @@ def _command(job: LoginJob) -> str:
 
 def _ask(job: LaunchedJob, script: str) -> Answer:
     quoted = {key: shlex.quote(job.place[key]) for key in ("folder", "program", "run_dir")}
-    return ask_all({job.place["login"]: script.format(**quoted)}, shlex.split(job.place.get("options", "")))[
-        job.place["login"]
-    ]
+    login, options = job.place["login"], shlex.split(job.place.get("options", ""))
+    return ask_all({login: script.format(**quoted)}, options)[login]
 
 
 def _run_of(answer: Answer) -> dict[str, Any] | None:

@@ -127,14 +127,7 @@ class Ray(Engine):
         with refusals():
             _submit(client, entrypoint=entry, submission_id=job_id, **given)
         self._listed_s = -math.inf
-        launched = LaunchedJob(
-            engine=self.name,
-            id=job_id,
-            submitted_s=round(time.time(), 3),
-            nodes=job.nodes,
-            log=str(log),
-            place={"address": client.get_address()},
-        )
+        launched = LaunchedJob.submitted(self.name, job_id, job.nodes, log, {"address": client.get_address()})
         if isinstance(job, ProgramJob):
             self._queued[job_id] = _Queued(job, launched)
         return launched
@@ -145,10 +138,7 @@ class Ray(Engine):
         for job_id, details in self._list(address).items():
             if job_id.startswith(_prefix(job)) and _meaning(details)[0] != "ended":
                 assert isinstance(job, ProgramJob)
-                now_s, place = round(time.time(), 3), {"address": address}
-                found = LaunchedJob(
-                    engine=self.name, id=job_id, submitted_s=now_s, nodes=job.nodes, log=str(job.log), place=place
-                )
+                found = LaunchedJob.submitted(self.name, job_id, job.nodes, job.log, {"address": address})
                 self._queued[job_id] = _Queued(job, found)
                 return found
         return None

@@ -11,6 +11,8 @@ from __future__ import annotations
 import hmac
 import os
 import re
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -63,6 +65,14 @@ class LaunchedJob(BaseModel):
     def run_dir(self) -> Path:
         """The run's folder; only of a job that prints to a file there."""
         return Path(self.log).parent.parent
+
+    @classmethod
+    def submitted(
+        cls, engine: str, job_id: str, nodes: int, log: Path | str = "", place: Mapping[str, str] | None = None
+    ) -> LaunchedJob:
+        """Return the record of a job that was submitted just now."""
+        now_s = round(time.time(), 3)
+        return cls(engine=engine, id=job_id, submitted_s=now_s, nodes=nodes, log=str(log), place=dict(place or {}))
 
     def save(self, run_dir: Path) -> None:
         """Write it to the run's folder, sealed if this user has a home to keep the key in."""

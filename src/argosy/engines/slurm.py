@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from argosy.config.launch import EngineOptions
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import PROGRAM_ANSWER_S, STOP_SPARE_S, Engine, Job, ProgramJob, RunJob
 from argosy.engines.record import JobState, LaunchedJob
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 from argosy.files import atomic_write
 
 SLURM_JOB = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
@@ -82,7 +81,6 @@ class Slurm(Engine):
         return "\n".join(["#!/bin/bash", *_directives_of(job), *body, ""])
 
     def start(self, job: Job) -> LaunchedJob:
-        """Give the script to sbatch."""
         path = job.folder / "job.sh"
         path.write_text(self.script(job))
         return _launched(job, _submit(job, path))
@@ -169,8 +167,7 @@ def _submit(job: Job, path: Path) -> str:
 
 
 def _launched(job: Job, job_id: str) -> LaunchedJob:
-    log = job.folder / f"slurm-{job_id}.out"
-    return LaunchedJob(engine=Slurm.name, id=job_id, submitted_s=round(time.time(), 3), nodes=job.nodes, log=str(log))
+    return LaunchedJob.submitted(Slurm.name, job_id, job.nodes, job.folder / f"slurm-{job_id}.out")
 
 
 def _directives_of(job: Job) -> list[str]:
@@ -282,7 +279,6 @@ def meaning(state: str) -> JobState:
 
 
 def in_words(state: str, reason: str) -> str:
-    """Return a state and its reason, as squeue says them."""
     words = state.lower() or UNKNOWN_TO_SLURM
     return f"{words}: {reason}" if reason not in ("", "None") else words
 
@@ -337,7 +333,7 @@ def with_nodes_of_srun(run: RunConfig, environment: Mapping[str, str]) -> RunCon
     tasks, nodes = int(environment[SLURM_TASKS]), int(environment[SLURM_NODES])
     if tasks > nodes:
         raise UserError(
-            f"srun has started {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, and one argosy train on a node "
+            f"srun has started {tasks} tasks on {counted(nodes, 'node')}, and one argosy train on a node "
             f"starts all of its processes. Give srun --ntasks-per-node=1, with the node's CPUs and GPUs for that task."
         )
     launch = run.launch

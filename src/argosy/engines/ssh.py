@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -105,14 +104,8 @@ class Ssh(Engine):
         }
         answers = ask_all(scripts, options)
         agents = {host: answer.said["agent"] for host, answer in answers.items() if "agent" in answer.said}
-        launched = LaunchedJob(
-            engine=self.name,
-            id=",".join(hosts),
-            submitted_s=round(time.time(), 3),
-            nodes=len(hosts),
-            log=str(job.folder),
-            place={"options": shlex.join(options), **{f"{AGENT_MARK}{host}": agent for host, agent in agents.items()}},
-        )
+        place = {"options": shlex.join(options), **{f"{AGENT_MARK}{host}": agent for host, agent in agents.items()}}
+        launched = LaunchedJob.submitted(self.name, ",".join(hosts), len(hosts), job.folder, place)
         if missing := [f"{host} ({answers[host].problem})" for host in hosts if host not in agents]:
             self.stop(launched)
             raise UserError(f"--on ssh: the agent could not be started on {', '.join(missing)}. The others are ended.")

@@ -14,21 +14,13 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from argosy.engines.jobset import FINAL_POD_CODES
 from argosy.engines.record import LAUNCH_FOLDER, STOP_FILE
-from argosy.errors import (
-    STOP_SIGNALS,
-    DataError,
-    Poisoned,
-    Retryable,
-    RunFailed,
-    StorageError,
-    UnfitNode,
-    UserError,
-)
+from argosy.errors import STOP_SIGNALS, Retryable, UnfitNode
 from argosy.launch.requeue import AGENT_RESTARTS, last_step, outcome
 from argosy.processes.supervisor import Restarts
 
-FINAL_AGENT_CODES = {kind.exit_code for kind in (RunFailed, UserError, DataError, UnfitNode, Poisoned, StorageError)}
+FINAL_AGENT_CODES = {*FINAL_POD_CODES, UnfitNode.exit_code}
 """Exit codes of an agent with which another one would end as well."""
 
 

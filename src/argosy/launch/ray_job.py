@@ -73,14 +73,8 @@ def hold(request: RunJob, job_id: str) -> int:
             dashboard = connect("--on ray")
             before = LaunchedJob.load(request.run_dir)
             if before is None or before.id != job_id:
-                LaunchedJob(
-                    engine="ray",
-                    id=job_id,
-                    submitted_s=round(time.time(), 3),
-                    nodes=request.nodes,
-                    log=str(path),
-                    place={"address": f"http://{dashboard}"},
-                ).save(request.run_dir)
+                job = LaunchedJob.submitted("ray", job_id, request.nodes, path, {"address": f"http://{dashboard}"})
+                job.save(request.run_dir)
             if not os.environ.get(STOP_WAIT):
                 log.say(f"`ray job stop` kills this job after 3 s; with {STOP_WAIT} in its runtime environment, later")
             return _supervise(request, log)
@@ -99,7 +93,6 @@ class Log:
         self.put(f"argosy launch: {text}\n".encode())
 
     def put(self, text: bytes) -> None:
-        """Print what an agent has printed."""
         self._file.write(text)
         sys.stdout.buffer.write(text)
         sys.stdout.flush()
@@ -113,7 +106,6 @@ class _Stop:
         """The time of the first one; None: there was none."""
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal."""
         self.since_s = self.since_s or time.monotonic()
 
     def check(self) -> None:
