@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from argosy.processes.child import Child, process_state
-from argosy.processes.supervisor import ChildEnd, RestartPolicy, Restarts, Supervisor, supervised
+from argosy.processes.supervisor import ChildEnd, RestartPolicy, Restarts, Supervisor, repeated, supervised
 from waiting import wait_until
 
 SLEEPER, FINISHING = ("argosy.processes.fork_server", "colorsys"), ("processes.finishing",)
@@ -127,3 +128,12 @@ def test_a_thread_looks_after_one_while_a_block_runs(supervisor_of):
         os.kill(process.pid, signal.SIGKILL)
         wait_until(lambda: process.starts == 2 and process.is_running)
     assert not process.is_running and [end.why for end in process.ends] == ["signal SIGKILL"]
+
+
+def test_an_action_is_repeated_until_the_block_ends_after_an_error_too():
+    done: list[str] = []
+    with pytest.raises(KeyError), repeated(lambda: done.append(threading.current_thread().name), 0.01, "argosy-test"):
+        wait_until(lambda: len(done) > 1)
+        raise KeyError
+    assert {*done} == {"argosy-test"}
+    assert "argosy-test" not in {thread.name for thread in threading.enumerate()}

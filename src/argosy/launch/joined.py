@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -30,7 +29,7 @@ from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan
-from argosy.processes.supervisor import supervised
+from argosy.processes.supervisor import repeated, supervised
 from argosy.sinks.follower import follower_of
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
@@ -52,7 +51,11 @@ def read_heartbeats(run: RunConfig, run_dir: Path, world: World, generation: int
     """
     nodes = node_of_each_rank(world)
     leaders = [nodes.index(node) for node in nodes]
-    with _folder(world.rank == leaders[world.rank]) as own:
+    with ExitStack() as held:
+        own: Path | None = None
+        if world.rank == leaders[world.rank]:
+            with suppress(OSError):
+                own = held.enter_context(scratch_folder())
         mine = os.getpid(), "" if own is None else str(own), node_name(run.launch)
         told = world.gather(mine, tuple[int, str, str])
         heartbeat = _heartbeat(told[leaders[world.rank]][1])
@@ -71,23 +74,6 @@ def read_heartbeats(run: RunConfig, run_dir: Path, world: World, generation: int
             heartbeat.stop()  # the reader removes the file, with the folder, once it has read it for the last time
 
 
-@contextmanager
-def _folder(is_leader: bool) -> Iterator[Path | None]:
-    if not is_leader:
-        yield None
-        return
-    try:
-        scratch = scratch_folder()
-        folder = scratch.__enter__()
-    except OSError:
-        yield None
-        return
-    try:
-        yield folder
-    finally:
-        scratch.__exit__(None, None, None)
-
-
 def _heartbeat(folder: str) -> Heartbeat:
     if folder:
         with suppress(OSError):  # another container's folder, or no room in memory
@@ -98,23 +84,15 @@ def _heartbeat(folder: str) -> Heartbeat:
 @contextmanager
 def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int) -> Iterator[None]:
     """Write the node's lines while the block runs, in a thread, and the last one at its end."""
-    is_over = threading.Event()
 
     def readings() -> list[HeartbeatReading]:
         found = [read_heartbeat(heartbeat_path(folder, pid)) for pid in pids]
         return [reading for reading in found if reading is not None]
 
-    def keep_writing() -> None:
-        while not is_over.wait(LINE_LOOK_S):
-            metrics.tend(readings, world_size)
-
-    thread = threading.Thread(target=keep_writing, name="argosy-node-metrics", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated(lambda: metrics.tend(readings, world_size), LINE_LOOK_S, "argosy-node-metrics"):
+            yield
     finally:
-        is_over.set()
-        thread.join()
         metrics.write(readings, world_size)
 
 

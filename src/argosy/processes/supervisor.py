@@ -96,7 +96,6 @@ class Supervisor:
 
     @property
     def is_running(self) -> bool:
-        """True while there is a process."""
         return self._child is not None
 
     @property
@@ -129,7 +128,6 @@ class Supervisor:
             self.start()
 
     def start(self) -> None:
-        """Start it now."""
         self.starts, self._started_s = self.starts + 1, time.monotonic()
         try:
             self._child = self._start()
@@ -199,19 +197,28 @@ class Supervisor:
 @contextmanager
 def supervised(supervisor: Supervisor, name: str) -> Iterator[None]:
     """Look after `supervisor` in a thread of this name while the block runs, and finish it after the block."""
-    is_over = threading.Event()
     supervisor.is_wanted = True
+    supervisor.keep()
+    try:
+        with repeated(supervisor.keep, KEEP_S, name):
+            yield
+    finally:
+        supervisor.finish()
 
-    def keep() -> None:
-        supervisor.keep()
-        while not is_over.wait(KEEP_S):
-            supervisor.keep()
 
-    thread = threading.Thread(target=keep, name=name, daemon=True)
+@contextmanager
+def repeated(action: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
+    """Call `action` every `every_s` while the block runs, in a thread of this name."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            action()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         is_over.set()
         thread.join()
-        supervisor.finish()

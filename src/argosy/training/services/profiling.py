@@ -7,10 +7,9 @@ import json
 import os
 import pickle
 import shutil
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from argosy.observe.trace_summary import PART_MARK, STEP_MARK, profile_in_words,
 from argosy.parallel.world import World
 from argosy.plan.calibration import CALIBRATED_PARTS, part_of
 from argosy.plan.plan import Plan
+from argosy.processes.supervisor import repeated
 from argosy.training.parts import Parts
 from argosy.training.records import Records
 from argosy.training.services.service import Service
@@ -151,7 +151,7 @@ class Profiling(Service):
         """Write this rank's files. Return what the summary says of it, as JSON."""
         rank = self._world.rank
         try:
-            with self._shown_to_get_on():
+            with repeated(self._heartbeat.advance, ADVANCE_S, "argosy-profile"):  # one call takes long
                 done = self._stop()
                 assert done is not None
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -208,23 +208,6 @@ class Profiling(Service):
             self._warn(f"could not be summed up: {problem}")
         self._records.tell("profile", steps=steps, ranks=sorted(ranks), folder=str(self._folder))
         self._records.progress.say(profile_in_words(steps, ranks, self._folder), "cyan")
-
-    @contextmanager
-    def _shown_to_get_on(self) -> Iterator[None]:
-        """Let the heartbeat show in this block that the process gets on, though it is in one call for long."""
-        is_over = threading.Event()
-
-        def show() -> None:
-            while not is_over.wait(ADVANCE_S):
-                self._heartbeat.advance()
-
-        showing = threading.Thread(target=show, name="argosy-profile", daemon=True)
-        showing.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            showing.join()
 
     def _warn(self, what: str) -> None:
         warnings.warn(f"the profile of rank {self._world.rank} {what}. The run goes on.", ArgosyWarning, stacklevel=2)
