@@ -49,7 +49,8 @@ U64 = npt.NDArray[np.uint64]
 TURNS = 8
 """Luby & Rackoff need four. There are more, since the hash is not cryptographic and small domains mix poorly."""
 
-_TURN_OFFSETS = np.arange(1, TURNS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's
+SPLITMIX_STEP = 0x9E3779B97F4A7C15  # what SplitMix64 adds to its state
+_TURN_OFFSETS = np.arange(1, TURNS + 1, dtype=np.uint64) * np.uint64(SPLITMIX_STEP)
 
 
 def key_of(*parts: int | str) -> int:
@@ -243,7 +244,6 @@ class SampleOrder:
         return _add(self._drawn_before[stage], self._mixtures[stage].counts(n - self.starts[stage]))
 
     def samples(self, start: int, stop: int) -> Samples:
-        """Return samples `start` to `stop` of the run."""
         sources = np.concatenate([np.empty(0, np.int64), *self._sources(start, stop)])
         epochs, windows = np.empty_like(sources), np.empty_like(sources)
         for source, drawn_before in enumerate(self.counts(start)):

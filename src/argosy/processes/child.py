@@ -227,7 +227,6 @@ class ForkEntry:
         return cls(function.__module__, function.__name__)
 
     def resolve(self) -> Callable[[], None]:
-        """Import the function."""
         function: Callable[[], None] = getattr(importlib.import_module(self.module), self.function)
         return function
 
@@ -248,14 +247,12 @@ class Child:
         environment: Mapping[str, str] | None = None,
         stdout: IO[bytes] | int | None = STDERR,
         stderr: IO[bytes] | int | None = None,
-        send_timeout_s: float = SEND_TIMEOUT_S,
     ):
         """Return at once, while the child imports its module.
 
         pass_fds: descriptors that it inherits under the same numbers, beside the channel's.
         environment: added to this process's own.
         stdout, stderr: as of subprocess.Popen. What a child prints goes to stderr: stdout may be this one's answer.
-        send_timeout_s: of the channel.
 
         Raises: OSError if there can be no more processes.
         """
@@ -277,16 +274,14 @@ class Child:
             raise
         finally:
             theirs.close()
-        self.channel = Channel(ours, send_timeout_s)
+        self.channel = Channel(ours)
 
     @property
     def pid(self) -> int:
-        """The process's number."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """True until it has ended."""
         return self._process.poll() is None
 
     @property
@@ -340,16 +335,21 @@ def messages(channel: Channel) -> Iterator[Message]:
                 yield from channel.take()
 
 
-def end_with_parent(channel: Channel, is_over: threading.Event | None = None) -> None:
+def end_with_parent(
+    channel: Channel, is_over: threading.Event | None = None, is_gone: threading.Event | None = None
+) -> None:
     """Have a thread end this process as soon as its parent has closed its end or has died. For a parent that says
-    nothing any more but "finish", which sets `is_over`.
+    nothing any more but "finish", which sets `is_over`. With `is_gone`, the process is not ended: both are set.
     """
 
     def wait() -> None:
         for message in messages(channel):
             if is_over is not None and message["kind"] == "finish":
                 is_over.set()
-        os._exit(1)
+        if is_over is None or is_gone is None:
+            os._exit(1)
+        is_gone.set()
+        is_over.set()
 
     threading.Thread(target=wait, name="argosy-parent", daemon=True).start()
 

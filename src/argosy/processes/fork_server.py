@@ -87,7 +87,6 @@ class ForkServer:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Return the channel's descriptor, for selectors."""
         return self._process.channel.fileno()
 
     def prepare(self, entry: ForkEntry, environment: Mapping[str, str]) -> None:

@@ -178,6 +178,12 @@ class Certificate:
     certificate: Path
     key: Path
 
+    def write(self, certificate: bytes, key: bytes) -> None:
+        """Write the two files, in PEM; only their user may read the key."""
+        self.certificate.write_bytes(certificate)
+        self.key.touch(mode=0o600)
+        self.key.write_bytes(key)
+
     def context(self, is_server: bool) -> ssl.SSLContext:
         """Return what encrypts one end of a connection. Raises: UserError if the files are no such pair."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
@@ -225,9 +231,7 @@ def certificate_of(run_dir: Path) -> Certificate:
         with TemporaryDirectory(prefix=f"{TLS_FOLDER}-", suffix=".partial", dir=run_dir) as fresh:  # mode 0700
             pair = Path(fresh) / "pair"
             pair.mkdir()
-            (pair / found.certificate.name).write_bytes(certificate)
-            (pair / found.key.name).touch(mode=0o600)
-            (pair / found.key.name).write_bytes(key)
+            Certificate(pair / found.certificate.name, pair / found.key.name).write(certificate, key)
             with suppress(OSError):  # another was faster
                 pair.rename(folder)
     return found

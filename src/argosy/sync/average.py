@@ -42,7 +42,6 @@ class Slices:
 
     @cached_property
     def parts(self) -> int:
-        """The number of slices."""
         of_a_site = self.blocks * self.block_bytes // self.sites // SLICE_BYTES
         return self.sites * min(max(of_a_site, 1), SLICES_OF_A_SITE)
 

@@ -13,12 +13,14 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.accelerator import current_stream, is_accelerator, new_stream, on_stream
+from argosy.data.order import SPLITMIX_STEP, mix
 
 # torch 2.13 gave them these names and deprecates the old; 2.11 and 2.12 have only the old.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -112,11 +114,8 @@ class BucketFacts:
         """Return random numbers for this bucket in this step: the same on all replicas unless they give their rank."""
         words = (self.seed, moment.step, self.number, rank)
         mixed = 0
-        for word in words:  # SplitMix64 (Steele et al. 2014) of each word in turn
-            mixed = (mixed ^ word) + 0x9E3779B97F4A7C15 & 2**64 - 1
-            mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
-            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 2**64 - 1
-            mixed ^= mixed >> 31
+        for word in words:  # SplitMix64 of each word in turn
+            mixed = int(mix(np.array([(mixed ^ word) + SPLITMIX_STEP & 2**64 - 1], np.uint64))[0])
         return torch.Generator(device).manual_seed(mixed >> 1)
 
 

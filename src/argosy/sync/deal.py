@@ -47,7 +47,6 @@ class Shares:
         return number if number <= self.from_step else self.from_step + (number - self.from_step) * self.round_steps
 
     def round_of(self, step: int) -> int:
-        """Return the round that step `step` (from 0) is in."""
         return step if step < self.from_step else self.from_step + (step - self.from_step) // self.round_steps
 
     def steps_of(self, number: int) -> int:
@@ -127,7 +126,6 @@ class SiteOrder:
         a range is there again."""
 
     def samples(self, start: int, stop: int) -> Samples:
-        """Return the site's samples `start` to `stop`."""
         return Samples.joined([self._order.samples(first, end) for first, end in self.numbers(start, stop)])
 
     def numbers(self, start: int, stop: int) -> list[Range]:

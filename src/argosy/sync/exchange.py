@@ -118,14 +118,14 @@ class SiteExchange:
             case say.SiteHello():
                 self._note_at(name, message.standing)
                 self._introduce(name)
-                self._recovery.connected_again(name)
+                self._recovery.adoption.connected_again(name)
                 if self._assembly is not None:
                     self._assembly.connected_again(name)
             case say.StateRequest():
                 self._kept.read(name, self.rounds - 1)
-                self._recovery.asked(name)
+                self._recovery.adoption.asked(name)
             case say.StateOffer() | say.FilePiece(what="state" | "ledger") | say.BytesMissing(what="state" | "ledger"):
-                self._recovery.hear(name, message, data)
+                self._recovery.adoption.hear(name, message, data)
             case say.ProgressNotice():
                 self._note_at(name, message.standing)
             case say.LineRequest():
@@ -290,7 +290,7 @@ class SiteExchange:
             self._repeated_s = time.monotonic()
             for name in list(self._links.sites):
                 self._introduce(name)
-            self._recovery.again()
+            self._recovery.adoption.again()
 
     def _make_ready(self) -> None:
         """Encode what the ranks changed, once it is there, and tell the others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -137,6 +138,12 @@ class Sites:
         batches = tuple(site.batch for site in self.run.sites)
         return Shares(self.names, batches, self.round_steps, self.run.sync.from_step, ahead)
 
+    def reached_round(self) -> int:
+        """Return the number in the file `reached`; 0 if there is none."""
+        with suppress(OSError, ValueError):
+            return int(self.reached.read_text())
+        return 0
+
     @property
     def round_steps(self) -> int:
         """Steps of a round: with fragments, each round is one fragment's."""
@@ -246,7 +253,6 @@ class ServerLayout:
 
     @property
     def addresses(self) -> dict[str, tuple[str, int]]:
-        """Host and port of each server, by its name."""
         return {server_name(number): host_and_port(text) for number, text in enumerate(self.run.sync.servers)}
 
     @property
@@ -266,7 +272,6 @@ class ServerLayout:
         return self.local_steps * self.run.train.global_batch
 
     def samples(self, item: int) -> list[Range]:
-        """Return the run's samples of an item."""
         return [(item * self.item_samples, (item + 1) * self.item_samples)]
 
     def samples_of_step(self, item: int, number: int) -> Range:
@@ -312,7 +317,6 @@ def dealt_out(shapes: Mapping[str, tuple[int, ...]], servers: int) -> list[Flat]
 
 
 def is_server(run: RunConfig) -> bool:
-    """Return True if this part of the run is a parameter server."""
     return bool(run.sites) and server_number(run.site) is not None
 
 

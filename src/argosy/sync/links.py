@@ -140,7 +140,6 @@ class Links(Generic[M]):
             link.send(message, data)
 
     def unsent_bytes(self, name: str) -> int:
-        """Return how many bytes wait to be sent to `name`."""
         return self.sites[name].connection.unsent_bytes if name in self.sites else 0
 
     def tell_all(self, message: WireRecord) -> None:
@@ -284,9 +283,7 @@ def contexts(secret: bytes) -> Tls:
     certificate, key = site_certificate(secret)
     with TemporaryDirectory(prefix="argosy-") as folder:  # mode 0700; OpenSSL reads keys from files only
         pair = Certificate(Path(folder) / "certificate.pem", Path(folder) / "key.pem")
-        pair.certificate.write_bytes(certificate)
-        pair.key.touch(mode=0o600)
-        pair.key.write_bytes(key)
+        pair.write(certificate, key)
         return pair.context(is_server=False), pair.context(is_server=True)
 
 

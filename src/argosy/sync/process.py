@@ -14,7 +14,7 @@ from argosy.errors import UserError
 from argosy.observe.events import Events
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import is_asynchronous
-from argosy.processes.child import Child, channel_to_parent, messages
+from argosy.processes.child import Child, channel_to_parent, end_with_parent
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
 from argosy.sync.exchange import SiteExchange
 from argosy.sync.layout import Sites, group_folder
@@ -71,15 +71,7 @@ def main() -> None:
         print(f"argosy: {problem}", flush=True)
         sys.exit(problem.exit_code)
     is_gone = threading.Event()
-
-    def listen() -> None:
-        for message in messages(channel):
-            if message["kind"] == "finish":
-                ending.set()
-        is_gone.set()
-        ending.set()
-
-    threading.Thread(target=listen, name="argosy-parent", daemon=True).start()
+    end_with_parent(channel, ending, is_gone)
     while not ending.is_set():
         exchange.turn(EXCHANGE_TURN_S)
     until = time.monotonic() + run.sync.patience_s

@@ -48,8 +48,8 @@ Tell = Callable[[str, WireRecord], None]
 class Adoption:
     """Adoption of another site's state, and offers of this one's."""
 
-    def __init__(self, sites: Sites, ledger: RoundLedger):
-        self._sites, self._ledger = sites, ledger
+    def __init__(self, sites: Sites, ledger: RoundLedger, tell: Tell):
+        self._sites, self._ledger, self._tell = sites, ledger, tell
         self._askers: set[str] = set()
         self._wanted_from: str | None = None
         self._pulls: list[PulledFile] = []
@@ -60,15 +60,15 @@ class Adoption:
     def is_under_way(self) -> bool:
         return self._wanted_from is not None
 
-    def begin(self, peer: str, tell: Tell) -> None:
+    def begin(self, peer: str) -> None:
         """Ask a site for its state."""
         self._wanted_from = peer
-        tell(peer, StateRequest())
+        self._tell(peer, StateRequest())
 
-    def again(self, tell: Tell) -> None:
+    def again(self) -> None:
         """Ask again, in case that what was said was lost."""
         if self._wanted_from is not None and not self._pulls:
-            tell(self._wanted_from, StateRequest())
+            self._tell(self._wanted_from, StateRequest())
 
     def check(self, is_alive: Callable[[str], bool]) -> None:
         if self._wanted_from is not None and not is_alive(self._wanted_from):
@@ -81,7 +81,7 @@ class Adoption:
         if self._newest() is None:
             self._sites.want_state.touch()
 
-    def offer(self, tell: Tell) -> None:
+    def offer(self) -> None:
         """Offer a state that is there to the sites that asked."""
         number = self._newest() if self._askers else None
         if number is None:
@@ -89,7 +89,7 @@ class Adoption:
         about = read_record(self._sites.state_about(number), LeftState)
         size = self._ledger.size_of(number + 1)
         for name in self._askers:
-            tell(name, StateOffer(round=number, size=about.bytes, sum=about.sum, ledger_size=size))
+            self._tell(name, StateOffer(round=number, size=about.bytes, sum=about.sum, ledger_size=size))
         self._askers.clear()
 
     def hear(self, name: str, message: StateOffer | FilePiece | BytesMissing, data: bytes) -> None:
@@ -117,10 +117,10 @@ class Adoption:
             if pull.peer == name:
                 pull.again()
 
-    def tend(self, tell: Tell) -> bool:
+    def tend(self) -> bool:
         """Ask for what is missing. Returns True once the state is taken over, and the ledger with it."""
         for pull in self._pulls:
-            pull.ask(partial(tell, pull.peer))
+            pull.ask(partial(self._tell, pull.peer))
         if not self._pulls or not all(pull.is_done for pull in self._pulls):
             return False
         state, ledger = self._pulls
@@ -176,8 +176,8 @@ class Adoption:
 class LedgerRepair:
     """Mending of a site's own ledger. While it is under way the site takes part in no round."""
 
-    def __init__(self, sites: Sites, ledger: RoundLedger, events: Events):
-        self._sites, self._ledger, self._events = sites, ledger, events
+    def __init__(self, sites: Sites, ledger: RoundLedger, events: Events, tell: Tell):
+        self._sites, self._ledger, self._events, self._tell = sites, ledger, events, tell
         self._damage = ""
         self._lines: list[Line] = []
         self._own: dict[int, Line] = {}
@@ -222,7 +222,7 @@ class LedgerRepair:
         else:
             self._begin()
 
-    def tend(self, tell: Callable[[str, WireRecord], None], holder: str | None) -> bool:
+    def tend(self, holder: str | None) -> bool:
         """Ask `holder`, which has it, for the missing line. Returns True once the ledger is whole."""
         while (own := self._own.get(self.wanted)) is not None and own.chained(chain_of(self._lines)) == own.chain:
             self._lines.append(own)
@@ -238,7 +238,7 @@ class LedgerRepair:
         now = time.monotonic()
         if holder is not None and now - self._asked_s > LINE_REQUEST_S:
             self._asked_s = now
-            tell(holder, LineRequest(round=self.wanted))
+            self._tell(holder, LineRequest(round=self.wanted))
         if not self._is_said and now - self._began_s > self._sites.run.sync.patience_s:
             self._is_said = True
             print(
@@ -265,10 +265,7 @@ class LedgerRepair:
         self._lines = list(self._ledger.lines)
         if not self._damage:
             return
-        reached = 0
-        with suppress(OSError, ValueError):
-            reached = int(self._sites.reached.read_text())
-        self._rounds = max(reached, self.wanted + 1, *(number + 1 for number in self._own), 0)
+        self._rounds = max(self._sites.reached_round(), self.wanted + 1, *(number + 1 for number in self._own), 0)
         self._is_told, self._is_said, self._began_s = False, False, time.monotonic()
         self._events.write("ledger_damaged", problem=self._damage)
         print(f"argosy: site {self._sites.me}: {self._damage}; it is taken from another site", flush=True)
@@ -281,51 +278,36 @@ class SiteRecovery:
         self, sites: Sites, ledger: RoundLedger, events: Events, links: Links[say.FromSite], others: PeerTable
     ):
         self._sites, self._ledger, self._events, self._links, self._others = sites, ledger, events, links, others
-        self._adoption = Adoption(sites, ledger)
-        self._mending = LedgerRepair(sites, ledger, events)
+        self.adoption = Adoption(sites, ledger, links.tell)
+        self._mending = LedgerRepair(sites, ledger, events, links.tell)
 
     @property
     def is_under_way(self) -> bool:
         """True while this site decides nothing."""
-        return self._adoption.is_under_way or self._mending.is_under_way
+        return self.adoption.is_under_way or self._mending.is_under_way
 
     def standing(self) -> SiteProgress:
-        lines, reached = self._ledger.lines, 0
-        with suppress(OSError, ValueError):
-            reached = int(self._sites.reached.read_text())
-        facts = {"tokens": self._ledger.tokens, "reached": reached, "adopts": self.is_under_way}
-        return SiteProgress(rounds=len(lines), chain=chain_of(lines), **facts)
+        lines, tokens, reached = self._ledger.lines, self._ledger.tokens, self._sites.reached_round()
+        return SiteProgress(
+            rounds=len(lines), chain=chain_of(lines), tokens=tokens, reached=reached, adopts=self.is_under_way
+        )
 
     def tend(self) -> bool:
         """Do what can be done now. Returns True once the ledger is another, or whole again."""
         self._mending.look()
         if not self._mending.is_under_way:
-            self._adoption.offer(self._links.tell)
-        self._adoption.check(self._others.is_alive)
+            self.adoption.offer()
+        self.adoption.check(self._others.is_alive)
         is_lost = self._sites.lost.exists() or self._mending.is_of_others
-        if is_lost and self._links.sites and not self._adoption.is_under_way:
+        if is_lost and self._links.sites and not self.adoption.is_under_way:
             self.adopt_from(max(self._links.sites, key=lambda name: self._others.standing(name).rounds))
-        if self._adoption.is_under_way:
-            if not self._adoption.tend(self._links.tell):
+        if self.adoption.is_under_way:
+            if not self.adoption.tend():
                 return False
             self._events.write("state_taken", rounds=len(self._ledger.lines))
             self._others.apart.clear()
             return True
-        return self._mending.is_under_way and self._mending.tend(
-            self._links.tell, self._others.holder(self._mending.wanted)
-        )
-
-    def again(self) -> None:
-        self._adoption.again(self._links.tell)
-
-    def connected_again(self, name: str) -> None:
-        self._adoption.connected_again(name)
-
-    def asked(self, name: str) -> None:
-        self._adoption.asked(name)
-
-    def hear(self, name: str, message: say.StateOffer | say.FilePiece | say.BytesMissing, data: bytes) -> None:
-        self._adoption.hear(name, message, data)
+        return self._mending.is_under_way and self._mending.tend(self._others.holder(self._mending.wanted))
 
     def hear_line(self, name: str, line: Line) -> None:
         """Hear a line of another site's ledger, for one of this site's that is damaged."""
@@ -336,10 +318,10 @@ class SiteRecovery:
         """Give way to a site that has gone on without this one and otherwise, or leave that to it."""
         self._others.apart.add(name)
         mine, its = self.standing(), self._others.standing(name)
-        if not self._adoption.is_under_way and gives_way(self._sites.me, mine, name, its, self._sites.names):
+        if not self.adoption.is_under_way and gives_way(self._sites.me, mine, name, its, self._sites.names):
             self._events.write("site_gives_way", site=name, rounds=mine.rounds, its_rounds=its.rounds)
             self.adopt_from(name)
 
     def adopt_from(self, name: str) -> None:
-        self._adoption.begin(name, self._links.tell)
+        self.adoption.begin(name)
         self._links.tell_all(say.ProgressNotice(standing=self.standing()))

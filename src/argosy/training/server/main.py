@@ -29,7 +29,7 @@ from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed
 from argosy.observe.events import Events
 from argosy.observe.screen import Progress
-from argosy.processes.child import ChannelClosed, channel_to_parent, messages
+from argosy.processes.child import ChannelClosed, channel_to_parent, end_with_parent
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import RESTARTED, ServerLayout
@@ -124,8 +124,9 @@ class ParameterServer:
                 self.is_alone = not self._is_over and self._leader is None and now - end_s > FIRST_SERVER_WORD_S
                 self._is_over |= self._leader is not None or self.is_alone
         if self._leader is not None:
-            for name in self._other_servers:
-                self._tell_server(name, say.Finish())
+            for name in self._layout.addresses:
+                if name != self._name:
+                    self._tell_server(name, say.Finish())
         self._shard.save()
         self._shard.close(wait=True)
         is_over = self._shard.version >= self._layout.updates
@@ -157,16 +158,11 @@ class ParameterServer:
                 raise RunFailed(self._leader.failure)
 
     def close(self) -> None:
-        """Let go of all."""
         self._shard.close()
         self._links.close()
         self._progress.close()
 
     # ---- connections --------------------------------------------------------------------------------------------
-
-    @property
-    def _other_servers(self) -> list[str]:
-        return [name for name in self._layout.addresses if name != self._name]
 
     def _open(self, listener: socket.socket | None) -> Links[say.FromPart]:
         layout = self._layout
@@ -191,7 +187,6 @@ class ParameterServer:
             self._untold.setdefault(name, []).append(message)
 
     def _refused(self, who: str, why: str) -> None:
-        """Report a refusal."""
         self._events.write("site_refused", site=who, why=why)
         self._progress.say(f" {who} is not let in: {why}", "yellow")
 
@@ -316,13 +311,7 @@ def main() -> None:
     run, channel = load(run_dir / "run.toml"), channel_to_parent()
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
 
-    def listen() -> None:
-        for message in messages(channel):
-            if message["kind"] == "finish":
-                break
-        ending.set()
-
-    threading.Thread(target=listen, name="argosy-parent", daemon=True).start()
+    end_with_parent(channel, ending, is_gone=ending)
     try:
         name, tell = server_name(number), Progress(enabled=True).say
         listener = listener_at(name, "sync.servers", ServerLayout(run).addresses[name], PORT_S, ending.is_set, tell)

@@ -110,7 +110,6 @@ class ServerShard:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its weights."""
         return 4 * self._flat.elements
 
     @property
@@ -222,7 +221,6 @@ class ServerShard:
         self._saver.save(self._parts(), manifest)
 
     def poll(self) -> None:
-        """Report what has become of checkpoints."""
         if self._saver is not None:
             self._saver.poll()
 
