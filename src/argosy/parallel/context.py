@@ -32,6 +32,7 @@ from argosy.models.attention_kernels import SEES_ALL, SEES_EARLIER, Kernel, add_
 from argosy.models.compiler import operator, outside_graphs
 from argosy.models.delta_net import DeltaStreams, DeltaWeights, delta_attention
 from argosy.parallel import halo
+from argosy.parallel.transpose import exchange
 
 # B batch, T queries, S keys, H query heads, K key/value heads, G query heads for each of those, E head width
 
@@ -240,12 +241,11 @@ class UlyssesAttention:
         # For each rank its heads of all three, side by side: one message.
         for_ranks_BTnhE = torch.cat([x.unflatten(2, (n, -1)) for x in (q_BTHE, k_BTKE, v_BTKE)], dim=3)
         heads = [x.shape[2] // n for x in (q_BTHE, k_BTKE, v_BTKE)]
-        q, k, v = _TokensToHeads.apply(for_ranks_BTnhE, self._group).split(heads, dim=2)
+        q, k, v = exchange(for_ranks_BTnhE, self._group, _tokens_to_heads, _heads_to_tokens).split(heads, dim=2)
         if sinks_H is not None:
             sinks_H = sinks_H.unflatten(0, (n, -1))[self._group.rank()]
         y = packed_attention(q, k, v, documents, window, softcap, sinks_H)
-        y_BTnhE: Tensor = _HeadsToTokens.apply(y, self._group)
-        return y_BTnhE.flatten(2, 3)
+        return exchange(y, self._group, _heads_to_tokens, _tokens_to_heads).flatten(2, 3)
 
 
 class DeltaExchange:
@@ -271,11 +271,10 @@ class DeltaExchange:
         """Return this rank's [B, T, H, V]; `documents` are those of the whole rows (see `packed_attention`)."""
         n, rank = self._group.size(), self._group.rank()
         parts = [x.unflatten(2, (n, -1)) for x in streams]
-        mine = _TokensToHeads.apply(torch.cat(parts, dim=3), self._group)
+        mine = exchange(torch.cat(parts, dim=3), self._group, _tokens_to_heads, _heads_to_tokens)
         own = DeltaStreams(*mine.split([part.shape[3] for part in parts], dim=2))
         y = delta_attention(own, weights.part(rank, n), documents, key_width, recomputes)
-        y_BTnhV: Tensor = _HeadsToTokens.apply(y, self._group)
-        return y_BTnhV.flatten(2, 3)
+        return exchange(y, self._group, _heads_to_tokens, _tokens_to_heads).flatten(2, 3)
 
 
 class _Ring:
@@ -404,28 +403,6 @@ def _merge(y_BTHE: Tensor, lse_BTH: Tensor, y_tile: Tensor, lse_tile: Tensor) ->
     share_BTH1 = torch.sigmoid(lse_tile - lse_BTH)[..., None]
     y_BTHE.lerp_(y_tile.float(), share_BTH1)
     torch.logaddexp(lse_BTH, lse_tile, out=lse_BTH)
-
-
-class _TokensToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTnhE: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _tokens_to_heads(x_BTnhE, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _heads_to_tokens(grad, ctx.group), None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BShE: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _heads_to_tokens(x_BShE, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _tokens_to_heads(grad, ctx.group), None
 
 
 def _tokens_to_heads(x_BTnhE: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -60,6 +60,16 @@ def encode(value: Any, kind: Any) -> bytes:
     return FRAME_HEADER.pack(FRAME_MARK, _hash(kind), len(body), zlib.crc32(body)) + body
 
 
+def checked_length(length: int, sender: str) -> int:
+    """Return the length that a sender gives of its message. Raises: WrongMessage if none is so long."""
+    if not 0 <= length <= FRAME_HEADER.size + MOST_FRAME_BYTES:
+        raise WrongMessage(
+            f"{sender} says that its message has {length:,} bytes. It is not at the same place as this rank, or "
+            "something else speaks to the run's ports."
+        )
+    return length
+
+
 def decode(data: bytes | memoryview, kind: Any, sender: str = "another rank") -> Any:
     """Return the value of `encode`. Raises: WrongMessage, which names `sender`, if `data` are anything else."""
     body = memoryview(data)[FRAME_HEADER.size :]

@@ -41,7 +41,6 @@ class SumTier:
 
     @property
     def size(self) -> int:
-        """Ranks."""
         return self.scatter.size()
 
 

@@ -197,7 +197,6 @@ class ParallelModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.parts[0].device
 
     def watch(self, on: bool) -> None:
@@ -278,7 +277,6 @@ class ParallelModel:
             rule.settle()
 
     def zero_gradients(self) -> None:
-        """Free the gradients."""
         for model in self.parts:
             model.zero_grad(set_to_none=True)
         for piece in self.pieces:

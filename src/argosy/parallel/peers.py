@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.parallel.encoding import FRAME_HEADER, MOST_FRAME_BYTES, WrongMessage, decode, encode, from_text, to_text
+from argosy.parallel.encoding import WrongMessage, checked_length, decode, encode, from_text, to_text
 
 T = TypeVar("T")
 
@@ -144,7 +144,6 @@ def over(group: dist.ProcessGroup | None, talk: Talk[T]) -> T:
 
 
 def peers_of(group: dist.ProcessGroup | None) -> Peers:
-    """Return this rank's place in `group`."""
     return Peers() if group is None else Peers(group.rank(), group.size())
 
 
@@ -194,12 +193,7 @@ def _receive(origin: int, group: dist.ProcessGroup) -> bytes:
     head = torch.zeros(2, dtype=torch.int64)
     dist.recv(head, group=group, group_src=origin)
     length, crc = head.tolist()
-    if not 0 <= length <= FRAME_HEADER.size + MOST_FRAME_BYTES:
-        raise WrongMessage(
-            f"rank {origin} says that its message has {length:,} bytes. It is not at the same place as this rank, or "
-            "something else speaks to the run's ports."
-        )
-    received = torch.empty(length, dtype=torch.uint8)
+    received = torch.empty(checked_length(length, f"rank {origin}"), dtype=torch.uint8)
     if length:
         dist.recv(received, group=group, group_src=origin)
     came = received.numpy().tobytes()

@@ -27,6 +27,7 @@ from argosy.models.initialize import offset_of
 from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
 from argosy.models.loss import ChunkLoss
 from argosy.models.mla import LatentAttention
+from argosy.parallel.transpose import exchange
 from argosy.plan.parameters import INPUTS, Table
 from argosy.sync.compressor import all_gather_single, reduce_scatter_single
 
@@ -35,59 +36,23 @@ from argosy.sync.compressor import all_gather_single, reduce_scatter_single
 
 def gather_sequence(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tokens of all ranks, [B, T, D]; in backward each rank gets the sum of the gradients of its own."""
-    y: Tensor = _GatherSequence.apply(x_BtD, group)
-    return y
+    return exchange(x_BtD, group, all_gather_tokens, reduce_scatter_tokens)
 
 
 def reduce_scatter_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's tokens, [B, t, D], of the sum over ranks; in backward all ranks get all gradients."""
-    y: Tensor = _ReduceScatterSequence.apply(x_BTD, group)
-    return y
+    return exchange(x_BTD, group, reduce_scatter_tokens, all_gather_tokens)
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks, which each rank uses for its own part; in backward the gradients are summed alike."""
-    y: Tensor = _SumOverRanks.apply(x, group)
-    return y
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
+    return exchange(x, group, _sum, _sum)
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_tokens(grad, ctx.group), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_tokens(grad, ctx.group), None
 
 
 def all_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:

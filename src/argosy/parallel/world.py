@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +34,7 @@ from torch.distributed import TCPStore
 from argosy.accelerator import CPU, NCCL, backend_of, is_accelerator, nccl_part, type_here, use
 from argosy.config.launch import LaunchConfig
 from argosy.faults import fault
-from argosy.parallel.encoding import FRAME_HEADER, MOST_FRAME_BYTES, ErrorRecord, WrongMessage, decode, encode
+from argosy.parallel.encoding import ErrorRecord, checked_length, decode, encode
 from argosy.processes.child import ChannelClosed, channel_to_parent
 from argosy.processes.connection import BACKLOG
 from argosy.processes.fork_server import STORE_HOST
@@ -166,6 +167,14 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def any(self, said: bool) -> bool:
+        """Return True on all processes if `said` is True on any."""
+        return self.sum(torch.tensor(float(said), device=self.device)).item() != 0
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        """Return the sum of an array over all processes."""
+        return self.sum(torch.from_numpy(array).to(self.device)).cpu().numpy()
+
     def gather(self, mine: T, kind: Any) -> list[T]:
         """Return what each process gives, by rank: values of the type `kind` (`parallel.encoding`).
 
@@ -177,7 +186,7 @@ class World:
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         lengths[self.rank] = len(data)
         dist.all_reduce(lengths)
-        longest = _checked_length(int(lengths.max()))
+        longest = checked_length(int(lengths.max()), "a rank")
         everyone = torch.zeros(self.size, longest, dtype=torch.uint8, device=self.device)
         dist.all_gather(list(everyone), _bytes(data, longest).to(self.device))
         said = everyone.cpu().numpy()
@@ -202,7 +211,7 @@ class World:
                 data = encode((None, ErrorRecord.of(error)), tuple[kind | None, ErrorRecord | None])
         length = torch.tensor(len(data), dtype=torch.int64, device=self.device)
         dist.broadcast(length, src=0)
-        frame = _bytes(data, _checked_length(int(length))).to(self.device)
+        frame = _bytes(data, checked_length(int(length), "rank 0")).to(self.device)
         dist.broadcast(frame, src=0)
         if problem is not None:
             raise problem
@@ -215,7 +224,6 @@ class World:
         return first
 
     def barrier(self) -> None:
-        """Wait for all processes."""
         if self.size > 1:
             dist.barrier()
 
@@ -226,14 +234,6 @@ def _bytes(data: bytes, length: int) -> Tensor:
     if data:
         tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return tensor
-
-
-def _checked_length(length: int) -> int:
-    if not 0 < length <= FRAME_HEADER.size + MOST_FRAME_BYTES:
-        raise WrongMessage(
-            f"a rank says that its message has {length:,} bytes: it is not at the same place as this one."
-        )
-    return length
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,6 @@ class BadStepPolicy:
         return self._rewinds[step] <= MOST_REWINDS
 
     def counts(self) -> BadStepCounts:
-        """Return what was counted so far."""
         return BadStepCounts(self._decisions, self._in_a_row, self._first_try, dict(self._rewinds))
 
     def load_counts(self, counted: BadStepCounts) -> None:

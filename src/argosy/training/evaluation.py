@@ -166,7 +166,6 @@ class Evaluator:
 
     @property
     def batches(self) -> int:
-        """Batches of an evaluation."""
         return -(-len(self.held_out.windows) // (self._microbatch * self._model.microbatches_at_once * self._model.dp))
 
     def is_due(self, done: int) -> bool:

@@ -213,12 +213,8 @@ def is_nonzero(limbs: Sequence[float]) -> bool:
 def _holders(meshes: Meshes, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Holders:
     """Return the ranks that hold the same part as this one of a tensor that is split like that."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    split = {name for name, placement in zip(names, placements, strict=True) if isinstance(_dim(placement), int)}
+    split = {name for name, way in zip(names, placements, strict=True) if isinstance(getattr(way, "dim", None), int)}
     return Holders(meshes.holders(names, split), tuple(sorted(split)))
-
-
-def _dim(placement: Placement) -> object:
-    return getattr(placement, "dim", None)
 
 
 def _mixed(sums: Tensor) -> Tensor:

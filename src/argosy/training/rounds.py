@@ -159,9 +159,7 @@ class Rounds(Agreement):
         """Return True once the round is in the ledger, the same on all ranks."""
         if self._world.is_first:
             self._look()
-        decided = torch.tensor(float(len(self._ledger.lines) > number), device=self._world.device)
-        is_decided = (decided if self._world.is_first else torch.zeros_like(decided)).clone()
-        if self._world.sum(is_decided).item() == 0:
+        if not self._world.any(self._world.is_first and len(self._ledger.lines) > number):
             return False
         self._follow(number)
         return True
@@ -181,8 +179,7 @@ class Rounds(Agreement):
 
         def is_whole() -> bool:
             self._look() if self._world.is_first else self._ledger.refresh()
-            is_damaged = torch.tensor(float(bool(self._ledger.damage)), device=self._world.device)
-            return self._world.sum(is_damaged).item() == 0
+            return not self._world.any(bool(self._ledger.damage))
 
         return self._wait_until(is_whole, lambda: self._ledger.damage)
 

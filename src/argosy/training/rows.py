@@ -78,7 +78,7 @@ def scores_of_rows(
     table = np.zeros((rows, most, 2), np.float32)
     for row, scores in found:
         table[row, : len(scores)] = scores
-    return world.sum(torch.from_numpy(table).to(world.device)).cpu().numpy()
+    return world.sum_array(table)
 
 
 def request_rows(requests: Sequence[Request], seq_len: int, filler: int) -> tuple[Words, list[tuple[int, int]]]:
@@ -180,7 +180,7 @@ class ReferenceScorer:
                 tables = [file[f"arr_{number}"] for number in range(len(self._data.sources))]
         shapes = self._world.gather([list(table.shape) for table in tables], list[list[int]])[holder]
         held = tables or [np.zeros(shape, np.float32) for shape in shapes]
-        return [self._summed(table) for table in held]
+        return [self._world.sum_array(table) for table in held]
 
     def _scored(self, source: TokenSource) -> Table:
         seq_len = self._data.seq_len
@@ -197,6 +197,3 @@ class ReferenceScorer:
 
         how = (self._microbatch, self._world, before_batch)
         return scores_of_rows(self._model, windows, read, *how, is_judged=self._is_judged)[..., 0].copy()
-
-    def _summed(self, table: Table) -> Table:
-        return self._world.sum(torch.from_numpy(table).to(self._world.device)).cpu().numpy()

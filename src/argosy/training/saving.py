@@ -113,7 +113,6 @@ class MemoryCheckpointPace:
         return done - self._saved >= self._every(step_s, measured_s)
 
     def saved(self, done: int) -> None:
-        """Note that the state after `done` steps was saved."""
         self._saved = done
 
     def _every(self, step_s: float, measured_s: float | None) -> int:

@@ -87,8 +87,7 @@ class SiteFiles:
         flat, vector = self._sites.flat(number), None
         with suppress(OSError):  # the round was made meanwhile: then checkpoints need it no more
             vector = np.memmap(self._sites.change(number), np.float32, "r")
-        is_gone = torch.tensor(float(vector is None), device=self._world.device)
-        if self._world.sum(is_gone).item() or vector is None:
+        if self._world.any(vector is None) or vector is None:
             return
         masters = self._state.model.masters
         sent = self._outer.sent_before(number, masters)

@@ -159,7 +159,6 @@ class TrainState:
         self.pending = self.is_prepared = self.in_update = False
 
     def drop_gradient(self) -> None:
-        """Drop the step's gradient."""
         self.pending = False
         self.model.zero_gradients()
 

@@ -17,6 +17,7 @@ from argosy.checkpoint.load import problem_of
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
+from argosy.errors import counted
 from argosy.models.generate import sample_tokens
 from argosy.observe.energy import RunSoFar, energy_of_run
 from argosy.observe.events import Metrics, each_line, plan_since
@@ -51,7 +52,7 @@ TYPICAL_OF = 20_000
 
 def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Prediction | None) -> str:
     """Return what is trained on what, and its prediction, in lines that fit a terminal of 80 columns."""
-    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    processes = counted(plan.world_size, "process", "es")
     lines = [
         f"argosy train  {run.name}  {model_name(run.model)} ({parameters(run.model) / 1e6:.1f}M parameters)",
         *_wrapped_plan(f" on {processes}: ", str(plan)),
@@ -69,8 +70,8 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Predicti
 def _user_code(run: RunConfig) -> Iterator[str]:
     """Yield a line for each file of the user's code: what it declares."""
     for code in run.extend.code:
-        counts = Counter(declaration.kind for declaration in code.declarations)
-        declared = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
+        kinds = Counter(declaration.kind for declaration in code.declarations)
+        declared = ", ".join(counted(count, kind) for kind, count in kinds.items())
         yield f" {code.name} ({code.sha256[:8]}): {declared}"
     for declaration in run.not_deterministic:
         yield f" not deterministic: {declaration}. No replay or resumed run repeats its numbers bit for bit"

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 from argosy.data.packing import Words
 from argosy.data.tokenizer import Tokenizer
@@ -124,7 +123,7 @@ class TaskScorer:
 
     def _score_rows(self, rows: Words) -> np.ndarray:
         """Return `scores_of_rows` of rows int32 [n, T+1], which are the sum of what the ranks give."""
-        rows = self._world.sum(torch.from_numpy(rows).to(self._world.device)).cpu().numpy()
+        rows = self._world.sum_array(rows)
         about = (self._microbatch, self._world, self._before_batch)
         return scores_of_rows(self._model, len(rows), rows.__getitem__, *about, is_judged=True)
 

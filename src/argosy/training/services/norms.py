@@ -25,8 +25,6 @@ from argosy.training.parts import Parts
 from argosy.training.services.service import Service
 from argosy.training.step import StepOutcome
 
-"""weight: before the update; gradient: before clipping; update: what the weights have changed by."""
-
 
 def layer_of(name: str) -> str:
     """Return the layer of a parameter: the number of its block, or what is outside of the blocks by its own name."""
