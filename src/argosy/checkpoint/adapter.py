@@ -137,7 +137,6 @@ def open_base(run: RunConfig, checkpoint: Checkpoint) -> Iterator[LazyWeights]:
 
 
 def adapter_shapes(run: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the adapter's tensors, by name."""
     return _shapes({name: parameter for name, parameter in run_table(run).items() if parameter.is_adapter})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 Holder = TypeVar("Holder")
@@ -31,11 +32,7 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return prod(self.shape)
 
     @property
     def end(self) -> tuple[int, ...]:
@@ -80,6 +77,18 @@ class Misfit:
         return f"{self.wanted.name} {self.why}"
 
 
+def taken_from(wanted: Sequence[Box], source: Box) -> tuple[list[Box], list[Box]]:
+    """Return the parts of `wanted` that `source` holds, and boxes that make up the rest."""
+    parts, rest = [], []
+    for box in wanted:
+        if (part := box.overlap(source)) is None:
+            rest.append(box)
+        else:
+            parts.append(part)
+            rest += box.minus(part)
+    return parts, rest
+
+
 def cover(wanted: Box, held: Sequence[tuple[Holder, Box]]) -> list[tuple[Holder, Box, Box]] | Misfit:
     """Take `wanted` from those that hold parts of it, the first in `held` before later ones.
 
@@ -94,15 +103,8 @@ def cover(wanted: Box, held: Sequence[tuple[Holder, Box]]) -> list[tuple[Holder,
     for holder, box in held:
         if box.whole != wanted.whole:
             return Misfit(wanted, f"is {list(box.whole)} there and {list(wanted.whole)} here")
-        still = []
-        for hole in missing:
-            part = hole.overlap(box)
-            if part is None:
-                still.append(hole)
-                continue
-            taken.append((holder, box, part))
-            still += hole.minus(part)
-        missing = still
+        parts, missing = taken_from(missing, box)
+        taken += ((holder, box, part) for part in parts)
         if not missing:
             return taken
     count = sum(box.elements for box in missing)

@@ -23,7 +23,6 @@ _STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,14})")
 
 
 def step_name(step: int) -> str:
-    """Return the name of the folder of the checkpoint of `step`."""
     return f"step-{step:08d}"
 
 
@@ -34,7 +33,6 @@ def step_of(name: str) -> int | None:
 
 
 def shard_name(rank: int) -> str:
-    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from argosy.checkpoint.boxes import Box, Misfit, cover
+from argosy.checkpoint.boxes import Box, Misfit, cover, taken_from
 from argosy.checkpoint.shards import box_bytes
 from argosy.parallel.encoding import decode, encode
 from argosy.parallel.peers import PeerMessage, Peers, Talk
@@ -162,17 +162,9 @@ def _own(rank: int, held: Collection[Box], wanted: Iterable[Box]) -> tuple[list[
             continue
         missing = [box] if box.elements else []
         for source in by_name[box.name]:
-            if source.whole != box.whole:
-                continue
-            still = []
-            for hole in missing:
-                part = hole.overlap(source)
-                if part is None:
-                    still.append(hole)
-                    continue
-                transfers.append(Transfer(rank, rank, source, box, replace(part, dtype=source.dtype)))
-                still += hole.minus(part)
-            missing = still
+            if source.whole == box.whole:
+                parts, missing = taken_from(missing, source)
+                transfers += (Transfer(rank, rank, source, box, replace(p, dtype=source.dtype)) for p in parts)
         lacking += ((hole, box) for hole in missing)
     return transfers, lacking
 

@@ -48,7 +48,6 @@ def number(key: str, value: Any, most: float) -> float:
 
 
 def text(key: str, value: Any) -> str:
-    """Return a string."""
     if not isinstance(value, str):
         raise _wrong(key, value, "a string")
     return value
@@ -62,7 +61,6 @@ def sha256(key: str, value: Any) -> str:
 
 
 def flag(key: str, value: Any) -> bool:
-    """Return true or false."""
     if not isinstance(value, bool):
         raise _wrong(key, value, "true or false")
     return value
@@ -141,7 +139,6 @@ class CheckpointManifest:
     files: dict[str, FileSum]
 
     def to_record(self) -> dict[str, Any]:
-        """Return the manifest as JSON has it."""
         record = asdict(self)
         if not self.base_sha256:  # manifests of whole models are as they were before there were adapters
             del record["base_sha256"]

@@ -315,7 +315,6 @@ def _file_box(rank: int, size: int) -> Box:
 
 
 def _crc_of(path: Path) -> int:
-    """Return the CRC-32 of a file's bytes."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):

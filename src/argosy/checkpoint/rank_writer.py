@@ -68,7 +68,6 @@ class SaveOrder:
 
     @property
     def file(self) -> Path:
-        """The file that this rank writes."""
         return self.partial / shard_name(self.rank)
 
     def note_of(self, rank: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import MANIFEST, Checkpoint
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.errors import ArgosyError, UserError
-from argosy.files import make_folder
+from argosy.files import make_folder, sync_folder
 
 
 class Remote:
@@ -34,7 +33,7 @@ class Remote:
 
     The manifest of each is written last, once all its files were read back from there. Besides what their docstrings
     say, methods raise whatever the file system raises, mostly OSError; and UserError if the copies there are those of
-    another run (`owner.claim`).
+    another run (`fence.claim`).
     """
 
     def __init__(self, url: str, run_dir: Path):
@@ -108,7 +107,7 @@ class Remote:
         try:
             for name in manifest.files:
                 self._fs.get_file(self._path(step, name), str(partial / name))
-                _sync(partial / name)
+                sync_folder(partial / name)
             check_files(partial, manifest.files)
             if store.step_folder(self._run_dir, step).exists():
                 store.withdraw(Checkpoint(store.step_folder(self._run_dir, step)))
@@ -150,8 +149,3 @@ class Remote:
                 digest.update(chunk)
                 size += len(chunk)
         return FileSum(size, digest.hexdigest())
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -87,7 +87,6 @@ class Saver:
 
     @property
     def is_in_flight(self) -> bool:
-        """True while a save is in flight."""
         return self._in_flight is not None
 
     def save(
@@ -199,7 +198,7 @@ class Saver:
         try:
             news = process.hear(timeout_s)
         except ChannelClosed:
-            self._take_death(process)
+            self._take_end(process, process.reap(), "died")
             return True
         for facts in news:
             self._take(facts.pop("kind"), facts)
@@ -247,9 +246,6 @@ class Saver:
         """Kill a writer that hangs. If it hangs on a disk it may not even die, so its end is not waited for."""
         process.kill()
         self._take_end(process, why, "hung")
-
-    def _take_death(self, process: Child) -> None:
-        self._take_end(process, process.reap(), "died")
 
     def _take_end(self, process: Child, why: str, how: str) -> None:
         """Report the end of a writer, and what it means for the save in flight."""

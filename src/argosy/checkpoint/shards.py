@@ -108,7 +108,6 @@ class ShardFile:
 
     @property
     def boxes(self) -> list[Box]:
-        """The boxes in the file."""
         return list(self._keys)
 
     def read(self, box: Box, part: Box) -> Tensor:

@@ -65,7 +65,6 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """Size of its files."""
         return sum(file.bytes for file in self.manifest.files.values())
 
     @property
@@ -136,7 +135,6 @@ def _marker(manifest: CheckpointManifest) -> bytes:
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of `step`."""
     return run_dir / "checkpoints" / step_name(step)
 
 

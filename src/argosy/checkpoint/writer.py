@@ -56,14 +56,13 @@ def vouch(order: SaveOrder, is_closing: threading.Event) -> None:
         if (is_closing.wait(pause_s) or not order.partial.exists()) and not checkpoint.is_there:
             return
         pause_s = min(2 * pause_s, most_s)
-    with suppress(
-        OSError, DamagedCheckpoint
-    ):  # it was deleted meanwhile, or its manifest is damaged, which the first finds too
+    with suppress(OSError, DamagedCheckpoint):  # deleted meanwhile, or a damaged manifest, which the first finds too
         began_s = time.monotonic()
         _leave(checkpoint, _note_of(checkpoint, order.rank), checkpoint.problem(order.rank, order.size))
         if order.is_head:
             try:
-                read = _read_by(checkpoint, order.members, 2 * time.monotonic() - began_s + FIRST_WRITER_S)
+                until_s = 2 * time.monotonic() - began_s + FIRST_WRITER_S
+                read = _wait_for(checkpoint, _note_of, order.members, until_s)
                 _leave(checkpoint, _summary_of(checkpoint, order.rank), None, sorted({order.rank, *read}))
             except DamagedCheckpoint as problem:
                 _leave(checkpoint, _summary_of(checkpoint, order.rank), str(problem))
@@ -77,35 +76,31 @@ def verify_together(checkpoint: Checkpoint, size: int) -> None:
     began_s = time.monotonic()
     checkpoint.verify(checkpoint.share(0, size))
     took_s = time.monotonic() - began_s
-    read = _read_by(checkpoint, range(1, min(RANKS_OF_A_HEAD, size)), time.monotonic() + took_s + FIRST_WRITER_S)
-    heads = list(range(RANKS_OF_A_HEAD, size, RANKS_OF_A_HEAD))
-    until_s, pause_s = (
-        time.monotonic() + took_s + FIRST_WRITER_S,
-        FOLDER_LOOK_S[0],
-    )  # heads begin to wait when the first does
-    while heads:
-        for head in list(heads):
-            if (ranks := _found_in(checkpoint, _summary_of(checkpoint, head))) is not None:
-                read |= {*ranks}
-                heads.remove(head)
-        if not heads or time.monotonic() > until_s:
-            break
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, FOLDER_LOOK_S[1])
-    for rank in sorted({*range(1, size)} - read, reverse=True):
+    near = range(1, min(RANKS_OF_A_HEAD, size))
+    read = _wait_for(checkpoint, _note_of, near, time.monotonic() + took_s + FIRST_WRITER_S)
+    heads = range(RANKS_OF_A_HEAD, size, RANKS_OF_A_HEAD)  # they begin to wait when the first does
+    found = _wait_for(checkpoint, _summary_of, heads, time.monotonic() + took_s + FIRST_WRITER_S)
+    for rank in sorted({*range(1, size)}.difference(read, *found.values()), reverse=True):
         if _found_in(checkpoint, _note_of(checkpoint, rank)) is None:
             checkpoint.verify(checkpoint.share(rank, size))
     for path in checkpoint.folder.glob("rank-*.read"):
         path.unlink(missing_ok=True)
 
 
-def _read_by(checkpoint: Checkpoint, ranks: Iterable[int], until_s: float) -> set[int]:
-    """Wait for the notes of `ranks`, and return those who left one. Raises: DamagedCheckpoint if one found damage."""
-    waiting, read = {*ranks}, set[int]()
+def _wait_for(
+    checkpoint: Checkpoint, path_of: Callable[[Checkpoint, int], Path], ranks: Iterable[int], until_s: float
+) -> dict[int, list[int]]:
+    """Wait for the notes that `ranks` leave at `path_of`, and return what those that came say (`_found_in`).
+
+    Raises: DamagedCheckpoint if one found damage.
+    """
+    waiting, read = {*ranks}, dict[int, list[int]]()
     pause_s, most_s = FOLDER_LOOK_S
     while waiting and time.monotonic() < until_s:
-        read |= {rank for rank in waiting if _found_in(checkpoint, _note_of(checkpoint, rank)) is not None}
-        waiting -= read
+        for rank in waiting:
+            if (found := _found_in(checkpoint, path_of(checkpoint, rank))) is not None:
+                read[rank] = found
+        waiting -= read.keys()
         if waiting:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, most_s)
