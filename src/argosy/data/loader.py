@@ -202,7 +202,6 @@ class Loader:
             start = end
 
     def _locate_block(self, block: int) -> Samples:
-        """Return all ranks' samples of some steps."""
         return self._order.samples(block * self._at_once, (block + 1) * self._at_once)
 
     def _fetch_ahead(self, step: int) -> None:

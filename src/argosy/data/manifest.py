@@ -225,7 +225,6 @@ class Manifest(_Record):
             ) from None
 
     def shards(self) -> list[Shard]:
-        """Return the shards of all splits."""
         return [shard for shards in self.splits.values() for shard in shards]
 
     def _check_tokenizer(self, folder: Path) -> None:

@@ -168,7 +168,6 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """The special tokens, by their text."""
         return {token.content: n for n, token in self._engine.get_added_tokens_decoder().items() if token.special}
 
     def decode(self, ids: Sequence[int]) -> str:

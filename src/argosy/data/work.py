@@ -126,7 +126,6 @@ class WorkFolder:
     # ---- state and heartbeats -----------------------------------------------------------------------------------
 
     def say(self, state: WorkState) -> None:
-        """Write what the caller wants."""
         write_unsynced(self.path / STATE, json.dumps(asdict(state)).encode())
 
     def state(self) -> WorkState | None:

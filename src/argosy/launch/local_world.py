@@ -72,7 +72,6 @@ class LocalWorld:
         return self._heard.popleft()
 
     def close(self) -> None:
-        """End the members."""
         self._held.close()
 
     def _listen(self) -> None:

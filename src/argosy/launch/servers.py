@@ -13,7 +13,7 @@ from argosy.config.observe import ObserveConfig
 from argosy.config.schema import RunConfig
 from argosy.config.sync import server_name, server_number
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.errors import Interrupted, RunFailed, UserError, counted
 from argosy.extend.loading import approve
 from argosy.faults import RUN_DIR
 from argosy.files import make_folder
@@ -124,7 +124,7 @@ def check_addresses_of_servers(run: RunConfig) -> None:
             "where one command starts all on this machine are they chosen."
         )
     if (server_number(run.site) or 0) >= servers:
-        words = f"sync.servers has {servers} address{'es' * (servers > 1)}; try {server_name(servers - 1)}"
+        words = f"sync.servers has {counted(servers, 'address', 'es')}; try {server_name(servers - 1)}"
         raise UserError(f'site = "{run.site}": {words}')
 
 

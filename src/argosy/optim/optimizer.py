@@ -118,7 +118,6 @@ class Optimizer:
             fault("optimizer")
 
     def zero_grad(self) -> None:
-        """Release the gradients."""
         for slot in self._slots.values():
             slot.piece.value.grad = None
 

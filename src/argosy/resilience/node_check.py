@@ -153,7 +153,7 @@ def multiply(unit: ComputeUnit, number_format: str, seconds: float) -> UnitResul
     for _ in _until(seconds):
         took_s = _seconds(unit, partial(torch.mm, a, b, out=product), test, product)
         best_s, done = min(best_s, took_s), done + 1
-        if not _same_bits(product, exact):
+        if not torch.equal(_bytes(product), _bytes(exact)):
             problem, wrong = problem or _difference(product, exact, 0), wrong + 1
     found = WrongResult(str(unit), test, problem, wrong, done) if problem is not None else None
     return UnitResult(test, 2.0 * a.numel() * b.shape[1] / best_s, found)
@@ -199,10 +199,6 @@ def _difference(found: Tensor, expected: Tensor, first_row: int) -> str:
     column = byte // found.element_size()
     numbers = f"{found[row, column].item():.9g}, not {expected[row, column].item():.9g}"
     return f"{numbers}, at [{first_row + row}, {column}]"
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -117,7 +117,6 @@ class AgentConnections:
             self.answer(agent, message)
 
     def tell_all(self, message: WireRecord) -> None:
-        """Send all agents a message."""
         for name in self.names:
             self.tell(name, message)
 

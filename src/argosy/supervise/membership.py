@@ -92,7 +92,6 @@ class Membership:
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """The nodes that are there, by name."""
         return self._roster.nodes
 
     # ---- events -------------------------------------------------------------------------------------------------

@@ -303,7 +303,6 @@ class Roster:
         self.changed(name)
 
     def remove(self, name: str) -> None:
-        """Remove a node, if it is there."""
         if self.nodes.pop(name, None) is not None:
             self.changed(name)
 
@@ -343,7 +342,6 @@ class Roster:
         return self._of.get(name, NodeCounts()).members
 
     def ranks_of(self, name: str) -> set[int]:
-        """Return the ranks of a node's members."""
         node = self.nodes.get(name)
         workers = [] if node is None else node.workers.values()
         return {worker.rank for worker in workers if worker.rank is not None and self.is_member(worker)}
@@ -355,7 +353,6 @@ class Roster:
         return place if worker is not None and worker.rank == rank and self.is_member(worker) else None
 
     def worker(self, name: str, slot: int) -> RankProcess | None:
-        """Return the worker in a slot; None if there is none."""
         node = self.nodes.get(name)
         return None if node is None else node.workers.get(slot)
 

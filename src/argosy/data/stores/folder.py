@@ -151,7 +151,7 @@ class StoreFolder:
 
     def _check_sizes(self, manifest: Manifest) -> None:
         sizes = self.store.sizes()
-        for shard in [shard for shards in manifest.splits.values() for shard in shards] if sizes is not None else ():
+        for shard in manifest.shards() if sizes is not None else ():
             found, wanted = (sizes or {}).get(f"{shard.name}.bin"), shard.tokens * np.dtype(manifest.dtype).itemsize
             if found != wanted and wanted:
                 (self.local / "etag").unlink(missing_ok=True)

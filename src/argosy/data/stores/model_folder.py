@@ -32,7 +32,6 @@ class ModelFolder:
         self._files: dict[str, RegularFile] = {}
 
     def where(self, name: str) -> str:
-        """Return a file's whole name."""
         return f"{self.name}/{name}"
 
     def names(self) -> list[str]:
@@ -105,7 +104,7 @@ class ModelOnHub(ModelFolder):
 
     def __init__(self, url: str, named: str):
         """named: what stands before the URL in messages. Raises: UserError."""
-        self.name, self._named = f"{named}{url}".rstrip("/"), named
+        self.name = f"{named}{url}".rstrip("/")
         self._repository = url.removeprefix(HUB).strip("/")
         if not _HUB_NAME.fullmatch(self._repository):
             raise UserError(f"{self.name}: no model. Give hf://OWNER/NAME, or hf://OWNER/NAME@REVISION.")

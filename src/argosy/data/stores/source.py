@@ -80,9 +80,7 @@ class StoreShard:
         if (data := self._from_cache(block, offset, length)) is not None:
             return data
         self.hold(self._folder.fetch_surely(self.shard, block, block + 1).unstored)
-        if (held := self._blocks.get(self._key(block))) is not None:
-            return held[offset : offset + length]
-        return self._read(block, offset, length)  # it was stored, or another has stored it
+        return self._read(block, offset, length)  # it is held now, or was stored by this process or another
 
     def _from_cache(self, block: int, offset: int, length: int) -> bytes | None:
         """Return bytes of a block that lies in the cache; None if it does not, or was damaged there."""
@@ -170,12 +168,10 @@ class StoreSource(TokenSource):
         return np.stack(columns, axis=1).reshape(-1)
 
     def place(self, block: int) -> tuple[StoreShard, int]:
-        """Return the shard of a block, and its number there."""
         shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
         return self._shard(shard), block - int(self._first_block[shard])
 
     def keys_of(self, blocks: I64) -> npt.NDArray[np.uint64]:
-        """Return the keys of blocks in plans."""
         shards = np.searchsorted(self._first_block, blocks, side="right") - 1
         return self.keys[shards] + (blocks - self._first_block[shards]).astype(np.uint64)
 

@@ -298,7 +298,7 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
             f"{REMOTE_LINE}{store.url}: holds other prepared data. Name another folder, or delete what is there."
         )
     names = [TOKENIZER]
-    for shard in (shard for shards in manifest.splits.values() for shard in shards):
+    for shard in manifest.shards():
         names += [shard.name + suffix for suffix in SHARD_FILES if (folder / (shard.name + suffix)).exists()]
     identity = [store.url, manifest.identity]
     copied = _journal(folder, identity)

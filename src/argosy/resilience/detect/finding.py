@@ -120,7 +120,6 @@ class Sample:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return len(self.moved)
 
 

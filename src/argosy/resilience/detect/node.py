@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, variance
 
+from argosy.errors import counted
 from argosy.plan.hardware.local_machine import MemoryReading, read_memory
 from argosy.resilience.detect.finding import Finding, Latch
 
@@ -350,7 +351,7 @@ class MemoryDetector:
         killed = ours or (now.machine_oom_kills - before.machine_oom_kills if machine_was_full else 0)
         if killed > 0:
             evidence = {"oom_kills": now.oom_kills, "machine_oom_kills": now.machine_oom_kills, **_facts(before)}
-            why = f"the kernel killed {killed} process{'es' if killed > 1 else ''} because memory ran out"
+            why = f"the kernel killed {counted(killed, 'process', 'es')} because memory ran out"
             self._kills.extend([(at_s, why)] * killed)
             yield Finding("oom_kill", "alarm", why, evidence=evidence)
 
