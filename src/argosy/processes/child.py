@@ -122,7 +122,6 @@ class Channel:
         return self._messages.popleft()
 
     def close(self) -> None:
-        """End the conversation."""
         self._shut()  # a thread that waits in `receive`, and the other end, notice it
         self.forget()
 
