@@ -92,6 +92,7 @@ def test_broken_input_is_counted_by_kind(write: Any) -> None:
     ("name", "data", "message"),
     [
         ("a.txt", b"ab\xffc", r"a\.txt, byte 2: broken UTF-8"),
+        ("a.txt", BOM_UTF8 + b"ab\xffc", r"a\.txt, byte 5: broken UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{"text"', r"a\.jsonl, line 2, column 8 .*: broken JSON"),
         ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}", r"a\.jsonl, line 1 .*4300 digits.*: broken JSON"),
         (
@@ -107,6 +108,13 @@ def test_broken_input_can_be_refused(write: Any, name: str, data: bytes, message
     path = write(name, data)
     with pytest.raises(UserError, match=message + ".*on_bad_input = skip"):
         texts(path, on_bad_input="refuse")
+
+
+@pytest.mark.parametrize("begin", [14, 15, 27])
+def test_a_line_that_is_too_long_is_named_by_its_number_in_the_file(write: Any, begin: int) -> None:
+    (file,) = find_files([str(write("a.jsonl", jsonl({"text": "a"}, {"text": "b"}) + b"c" * 5000))]).files
+    with pytest.raises(UserError, match=r"a\.jsonl, line 3: .*more than max_document_bytes = 1000"):
+        list(read_file(file, RecordFields("text"), 1000, (begin, None)))
 
 
 def test_record_without_the_field_is_as_bad_as_any_other(write: Any) -> None:
@@ -257,7 +265,7 @@ def test_lines_are_those_of_the_file_however_it_is_read(lines: list[bytes], chun
     data = b"\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("argosy.data.formats.DECOMPRESS_BYTES", chunk)
-        found = list(text_lines(io.BytesIO(data), "x", 1000))
+        found = list(text_lines(io.BytesIO(data), str, 1000))
     assert found == [line.removesuffix(b"\n") for line in io.BytesIO(data)]
 
 

@@ -14,6 +14,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, BinaryIO, NamedTuple
 
 from argosy.config.data import PrepareConfig
@@ -131,13 +132,13 @@ def _zstandard() -> Any:
 
 
 def _read_text(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[Text | BadInput]:
-    data = _read_all(stream, name, most_bytes).removeprefix(BOM_UTF8)
+    data = _read_all(stream, name, most_bytes)
     try:
         data.decode()
     except UnicodeDecodeError as error:
         yield BadInput(BROKEN_UTF8, f"{name}, byte {error.start}")
     else:
-        yield Text(data)
+        yield Text(data.removeprefix(BOM_UTF8))
 
 
 def _read_all(stream: BinaryIO, name: str, most_bytes: int) -> bytes:
@@ -160,17 +161,14 @@ def _read_jsonl(
     stream: BinaryIO, name: str, fields: RecordFields, most_bytes: int, within: Span
 ) -> Iterator[Text | BadInput]:
     without: int | None = 0 if within[0] == 0 else None  # records without the field, as long as there was no other
-    before: int | None = 0 if within[0] == 0 else None  # lines before this part, once they are counted
-    for number, raw in enumerate(_lines_within(stream, name, most_bytes, within), 1):
+    line_name = _line_names(stream, name, within[0])
+    for number, raw in enumerate(_lines_within(stream, line_name, most_bytes, within), 1):
         line = raw.removeprefix(BOM_UTF8) if number == 1 and within[0] == 0 else raw
         if not line.strip():
             continue
         found = _record_text(line, fields)
         if isinstance(found, BadInput):
-            if before is None and within[0] <= MOST_COUNTED_BYTES:
-                before = _lines_before(stream, within[0])
-            line_name = f"line {number} after byte {within[0]}" if before is None else f"line {before + number}"
-            found = BadInput(found.kind, f"{name}, {line_name}{found.where}")
+            found = BadInput(found.kind, f"{line_name(number)}{found.where}")
         if without is not None:
             without = without + 1 if isinstance(found, BadInput) and found.kind == NO_FIELD else None
         if without == MOST_WITHOUT_FIELD and isinstance(found, BadInput):
@@ -178,6 +176,25 @@ def _read_jsonl(
                 f"{found.where}: {NO_FIELD}, nor in any record before. Set `field` to the one with the text"
             )
         yield found
+
+
+LineName = Callable[[int], str]
+"""Names a line for messages, given its number among those that begin in a part of a file; 0: the one before them."""
+
+
+def _line_names(stream: BinaryIO, name: str, start: int) -> LineName:
+    """Return what names the lines of the part from byte `start` on; the lines before it are counted once."""
+
+    @cache
+    def before() -> int:
+        return _lines_before(stream, start)
+
+    def line_name(number: int) -> str:
+        if start > MOST_COUNTED_BYTES:
+            return f"{name}, line {number} after byte {start}"
+        return f"{name}, line {before() + number if start else number}"
+
+    return line_name
 
 
 def _lines_before(stream: BinaryIO, end: int) -> int:
@@ -190,13 +207,13 @@ def _lines_before(stream: BinaryIO, end: int) -> int:
     return lines + (last != b"\n")
 
 
-def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: Span) -> Iterator[bytes]:
+def _lines_within(stream: BinaryIO, line_name: LineName, most_bytes: int, within: Span) -> Iterator[bytes]:
     """Yield the lines that begin at one of these bytes."""
     start, end = within
     at = max(start - 1, 0)
     if at:
         stream.seek(at)
-    lines = text_lines(stream, name, most_bytes)
+    lines = text_lines(stream, line_name, most_bytes, 0 if start else 1)
     if start:
         at += len(next(lines, b"")) + 1  # the end of a line of the part before
     for line in lines:
@@ -206,9 +223,12 @@ def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: Span) ->
         yield line
 
 
-def text_lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
-    """Yield the lines. Not the stream's own iterator: that reads a line without end until memory is full."""
-    number, begun = 1, bytearray()
+def text_lines(stream: BinaryIO, line_name: LineName, most_bytes: int, number: int = 1) -> Iterator[bytes]:
+    """Yield the lines; `number`: of the first one.
+
+    Not the stream's own iterator: that reads a line without end until memory is full.
+    """
+    begun = bytearray()
     while chunk := stream.read(DECOMPRESS_BYTES):
         first, *others = chunk.split(b"\n")
         begun += first
@@ -218,7 +238,7 @@ def text_lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
             number += len(others)
             begun = bytearray(others[-1])
         if len(begun) > most_bytes:
-            raise _too_long(f"{name}, line {number}", most_bytes)
+            raise _too_long(line_name(number), most_bytes)
     if begun:
         yield bytes(begun)
 

@@ -73,9 +73,7 @@ def train(
         return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
     if run.sites:
         run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)
-    _check_processes(run, origin)
-    check_place(run.launch)
-    check_sinks(run.observe, run.extend)
+    _check_here(run, origin)
     with (
         shown(FolderView, quiet) as where,
         lasting_output(run_dir / "logs" / f"{process_name(run.launch)}.log"),
@@ -126,9 +124,7 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
     if run.sites:
         part = run.site or f"all {len(run.sites)} sites"
         return [f"train {part} of {run.name} on this machine, in {run_dir}"]
-    _check_processes(run, origin)
-    check_place(run.launch)
-    check_sinks(run.observe, run.extend)
+    _check_here(run, origin)
     run_folder.check_is_run_folder(run_dir)
     check_data(run)
     run = with_known_sizes(run)
@@ -171,11 +167,12 @@ def _name_of_node(run: RunConfig) -> str:
     return "" if run.launch.nodes == 1 else node_name(run.launch)
 
 
-def _check_processes(run: RunConfig, origin: Callable[[str], str]) -> None:
-    """Refuse a written plan that does not fit the nodes and processes that are said, before anything takes time.
-
-    Raises: UserError.
+def _check_here(run: RunConfig, origin: Callable[[str], str]) -> None:
+    """Refuse, before anything takes time, a written plan that does not fit the nodes and processes that are said, and a
+    place or sinks that cannot be. Raises: UserError.
     """
     if size := processes_of(run.plan):
         nodes = run.launch.nodes
         check_size(run.plan, size, run.launch, nodes * (run.launch.processes or -(-size // nodes)), origin)
+    check_place(run.launch)
+    check_sinks(run.observe, run.extend)

@@ -112,6 +112,14 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("mark", [b"", b'{"argosy_cache": 1', b"\xff", b'{"argosy_cache": 2}'])
+def test_a_folder_with_another_mark_is_refused(tmp_path: Path, mark: bytes) -> None:
+    Cache(CacheConfig(folder=str(tmp_path)))
+    (tmp_path / "argosy-cache.json").write_bytes(mark)
+    with pytest.raises(UserError, match=r"argosy-cache\.json is damaged, or of another version"):
+        Cache(CacheConfig(folder=str(tmp_path)))
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"data\.cache\.folder = .*cannot be written"):

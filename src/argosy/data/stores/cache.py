@@ -188,8 +188,15 @@ class Cache:
                 )
             with suppress(FileNotFoundError), atomic_write(mark) as file:  # another process may be as far
                 file.write(json.dumps(CACHE_FORMAT).encode())
-        if json.loads(mark.read_text() or "{}") != CACHE_FORMAT:
-            raise UserError(f"data.cache.folder = {self.folder}: of another version. Delete it, or choose another.")
+        try:
+            is_ours = json.loads(mark.read_bytes()) == CACHE_FORMAT
+        except (ValueError, RecursionError):
+            is_ours = False
+        if not is_ours:
+            raise UserError(
+                f"data.cache.folder = {self.folder}: its {CACHE_MARK} is damaged, or of another version. "
+                "Delete the folder, or choose another."
+            )
         for name in ("folders", "shards", "readers"):
             (self.folder / name).mkdir(exist_ok=True)
 
