@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from argosy.sync.process import EXCHANGE
 from commands import Folder
 from network import Network, NotPermitted, network
 from several_sites import H, SitesOfARun, children_of, kill_process, several_sites
@@ -70,7 +71,7 @@ def test_an_exchange_that_is_killed_changes_no_bit(
         run.wait(lambda rounds=rounds: len(run.ledger("B").lines) >= rounds)  # type: ignore[misc]
         for process in processes:
             for pid in children_of(process.pid):
-                if "sync.main" in command_of(pid):
+                if EXCHANGE in command_of(pid):
                     kill_process(pid)
     run.end()
     run.check_ledger()
