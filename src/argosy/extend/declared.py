@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.errors import near_names
-from argosy.extend.register import DECORATORS, ClassRegistration, Kind, Registration
+from argosy.extend.register import DECORATORS, ClassRegistration, ExtensionKey, Kind, Registration, extension_key
 
 ROOM = "argosy.extend"
 MOST_CODE_BYTES = 2**20
@@ -36,9 +36,8 @@ class Declaration:
     facts: Mapping[str, Any]
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """The key that may be there only once."""
-        return (self.kind, self.name, str(self.facts.get("point", "")))
+    def key(self) -> ExtensionKey:
+        return extension_key(self.kind, self.name, self.facts)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"

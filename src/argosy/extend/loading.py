@@ -131,11 +131,7 @@ def find(code: Sequence[CodeFile], kind: Kind, name: str) -> Extension:
 
 
 def _load(file: CodeFile) -> list[Extension]:
-    module = _module(file)
-    registered = registered_by(module.__name__)
-    functions: dict[tuple[str, ...], Callable[..., Any]] = {
-        (r.kind, r.name, str(r.facts.get("point", ""))): r.function for r in registered
-    }
+    functions = registered_by(_module(file).__name__)
     declared = {declaration.key: declaration for declaration in file.declarations}
     if missing := [d for key, d in declared.items() if key not in functions]:
         raise UserError(f"{missing[0].place}: the {missing[0]} is declared, but importing the file does not define it.")

@@ -134,8 +134,8 @@ class Registration(Generic[FunctionT]):
 
     def __call__(self, function: FunctionT) -> FunctionT:
         """Remember `function`, and return it as it is."""
-        registered = Registered(self.kind, self.name or function.__name__, function, self.facts)
-        _REGISTERED.setdefault(function.__module__, []).append(registered)
+        key = extension_key(self.kind, self.name or function.__name__, self.facts)
+        _REGISTERED.setdefault(function.__module__, {})[key] = function
         return function
 
 
@@ -147,22 +147,18 @@ class ClassRegistration(Registration[Any]):
         return super().__call__(function)
 
 
-@dataclass(frozen=True)
-class Registered:
-    """A function that a module has registered."""
-
-    kind: Kind
-    name: str
-    function: Callable[..., Any]
-    facts: Mapping[str, Any]
+ExtensionKey = tuple[str, str, str]
+"""Kind, name, and the point of a callback: what may be there only once."""
+_REGISTERED: dict[str, dict[ExtensionKey, Callable[..., Any]]] = {}
 
 
-_REGISTERED: dict[str, list[Registered]] = {}
+def extension_key(kind: str, name: str, facts: Mapping[str, Any]) -> ExtensionKey:
+    return kind, name, str(facts.get("point", ""))
 
 
-def registered_by(module: str) -> list[Registered]:
-    """Return what the functions of `module` were registered as, in order."""
-    return _REGISTERED.get(module, [])
+def registered_by(module: str) -> Mapping[ExtensionKey, Callable[..., Any]]:
+    """Return the functions of `module` by what they were registered as, in order."""
+    return _REGISTERED.get(module, {})
 
 
 def callback(point: Point, *, strict: bool = False) -> Registration[Callable[[Run], None]]:
