@@ -188,7 +188,7 @@ def test_a_flipped_byte_in_a_shard_stops_the_run_and_names_the_file(folder: Fold
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     edited(folder.write_run(), str(folder.corpus), str(corpus))
-    assert shard.name in folder.argosy("train", "run.toml", code=65)
+    assert shard.name in folder.argosy_here("train", "run.toml", code=65)
     assert shard.name in folder.argosy_here("prepare", "--out", "damaged", "--verify", code=65)
 
 

@@ -46,7 +46,7 @@ def test_callbacks_metrics_and_sinks_of_the_examples_run_and_a_resumed_run_repea
     said = folder.argosy_here("train", run, "--train.steps", 7, code=2)
     assert "extend callbacks.py: sha256" in said
     assert "--accept-changes" in said
-    folder.argosy("train", run, "--train.steps", 12, "--accept-changes")
+    folder.argosy_here("train", run, "--train.steps", 12, "--accept-changes")
     assert lines(folder)[10]["user"].keys() == {"embedding_rows_used", "saved"}  # saved after step 9, and logged then
     assert len(list((folder.path / "runs" / "tiny" / "extend").glob("*/callbacks.py"))) == 2
 
@@ -159,7 +159,7 @@ def test_code_of_a_foreign_run_is_run_only_where_the_user_trusts_it(folder, monk
     run = write_run(folder, "mine.py", steps=3, processes=1)
     text = run.read_text().replace("[model]", '[model]\nfamily = "evil"')
     run.write_text(f"{text}\n[observe.alerts]\ncommand = ['touch', '{folder.path / 'alerted'}']\ndisk_free_gb = 1e9\n")
-    folder.argosy("train", run)
+    folder.argosy_here("train", run)
     (folder.path / "runs" / "tiny").rename(folder.path / "theirs")
     mark.unlink()
     (folder.path / "alerted").unlink()  # the owner's
@@ -182,7 +182,7 @@ def test_code_of_a_foreign_run_is_run_only_where_the_user_trusts_it(folder, monk
     assert not mark.exists()
     assert not any((folder.path / name).exists() for name in ("hf", "runs/tiny-chaos"))
 
-    assert "the same, bit for bit" in folder.argosy("replay", "theirs", "--step", 2, "--trust-code")
+    assert "the same, bit for bit" in folder.argosy_here("replay", "theirs", "--step", 2, "--trust-code")
     assert mark.exists()
     assert not (folder.path / "alerted").exists()  # a repetition tells nobody
-    assert "loss" in folder.argosy("evaluate", "theirs")
+    assert "loss" in folder.argosy_here("evaluate", "theirs")

@@ -74,7 +74,7 @@ def test_a_run_is_launched_followed_stopped_and_launched_again(run, api, undistu
         return
     monkeypatch.setenv("ARGOSY_FAULTS", "")
     launch(run, "--train.steps", "40")
-    log = run.folder.argosy("logs", "runs/tiny", "-f")
+    log = run.folder.argosy_here("logs", "runs/tiny", "-f")
     assert "[pod/tiny-" in log and "done: 40 steps" in log
     wait(run, lambda: "completed" in state_of_job(run))
     assert state(run)["state"] == "finished" and state(run)["step"] == 40

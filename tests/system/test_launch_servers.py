@@ -92,7 +92,7 @@ def test_servers_and_workers_are_launched_followed_stopped_and_launched_again(
     if again:
         monkeypatch.delenv("ARGOSY_FAULTS")
         folder.argosy_here("launch", "run.toml")
-        assert "server-1 | " in folder.argosy("logs", "runs/tiny", "-f")
+        assert "server-1 | " in folder.argosy_here("logs", "runs/tiny", "-f")
         assert runs(folder)["tiny/sites/server-1"]["state"] == "finished"
     updates = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
     assert [line["update"] for line in updates] == list(range(len(updates)))

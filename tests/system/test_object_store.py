@@ -84,7 +84,7 @@ def test_a_run_from_a_store_has_the_losses_of_one_from_the_disk(
 ) -> None:
     run_dir = write_run(folder, every_steps=STEPS)
     proxy.flips = 1
-    folder.argosy("train", "run.toml")
+    folder.argosy_here("train", "run.toml")
     assert metrics(run_dir, "loss") == local
     assert "block_damaged" in events(run_dir)
     assert sum(line["fetched_bytes"] for line in metrics(run_dir, "cache"))

@@ -158,7 +158,7 @@ def test_a_run_is_launched_followed_stopped_and_launched_again(launched, undistu
         return
     monkeypatch.setenv("ARGOSY_FAULTS", "")
     launch(launched, "--train.steps", "40")
-    assert "done: 40 steps" in launched.folder.argosy("logs", "runs/tiny", "-f")
+    assert "done: 40 steps" in launched.folder.argosy_here("logs", "runs/tiny", "-f")
     assert state(launched)["state"] == "finished" and state(launched)["step"] == 40
     assert "the run is finished: the job ends with 0" in log(launched)
     launched.check(undisturbed(PLANS["replicas"], "--train.steps", "40"))
@@ -169,7 +169,7 @@ def test_the_processes_of_a_launched_run_are_where_the_map_of_a_plan_says(launch
     """Each rank's process is one that the slurmd of its host has started."""
     monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.2")
     (folder.path / "network.toml").write_text(NETWORK)
-    folder.argosy("plan", "--model", "llama3-8b", "--cluster", "network.toml", "--rank-map", "ranks.txt")
+    folder.argosy_here("plan", "--model", "llama3-8b", "--cluster", "network.toml", "--rank-map", "ranks.txt")
     hosts = (folder.path / "ranks.txt").read_text().split()
     assert sorted(set(hosts)) == ["n1", "n2", "n3"]
     hosts = ["n3", "n1", "n2"]  # in an order that nothing but the map gives

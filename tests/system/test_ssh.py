@@ -58,7 +58,7 @@ def state(run: Disturbed) -> dict[str, Any]:
 
 
 def wait(run: Disturbed, is_so: Callable[[], Any]) -> None:
-    wait_until(is_so, story=lambda: run.folder.argosy("logs", "runs/tiny"))
+    wait_until(is_so, story=lambda: run.folder.argosy_here("logs", "runs/tiny"))
 
 
 def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, network, undisturbed, monkeypatch):
@@ -78,13 +78,13 @@ def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, net
         assert b"c0ffee" in Path(f"/proc/{pid}/environ").read_bytes()
     assert not [path for path in (run.run_dir / "launch").iterdir() if b"c0ffee" in path.read_bytes()]
     assert not (run.run_dir / ".secret").exists()
-    run.folder.argosy("stop", "runs/tiny")
+    run.folder.argosy_here("stop", "runs/tiny")
     wait(run, lambda: state(run)["state"] == "stopped")
     assert store.committed(run.run_dir)[-1].step == run.steps() < STEPS
     monkeypatch.setenv("ARGOSY_FAULTS", "")
     monkeypatch.delenv("ARGOSY_SECRET")
     launch(run, network)
-    log = run.folder.argosy("logs", "runs/tiny", "-f")
+    log = run.folder.argosy_here("logs", "runs/tiny", "-f")
     assert "h1: " in log and "h2: " in log and f"done: {STEPS} steps" in log
     found = state(run)
     assert found["state"] == "finished" and found["step"] == STEPS
@@ -99,8 +99,8 @@ def test_an_agent_that_is_killed_is_started_again(run, network):
     supervisor = int(agents(run)["h2"].partition("@")[0])
     (agent,) = _children(supervisor)
     os.kill(agent, signal.SIGKILL)
-    assert "done: 40 steps" in run.folder.argosy("logs", "runs/tiny", "-f")
-    assert "h2: argosy launch: the agent ended with 137 " in run.folder.argosy("logs", "runs/tiny")
+    assert "done: 40 steps" in run.folder.argosy_here("logs", "runs/tiny", "-f")
+    assert "h2: argosy launch: the agent ended with 137 " in run.folder.argosy_here("logs", "runs/tiny")
     assert len(run.events("generation")[-1]["ranks"]) == 2
 
 
