@@ -77,11 +77,18 @@ class Disturbed:
 
     def launch(self, *more: str) -> subprocess.Popen[str]:
         """Give the command, with `more` options: that of the run, or of another of its nodes."""
-        self.write()
-        words = [*("train", "run.toml", "--resilience.memory_checkpoint_every_steps", "2"), *self.options, *more]
-        process = self.folder.start(*words, within=self.within, ARGOSY_FAULTS=self.faults)
+        process = self.folder.start(*self._words(*more), within=self.within, ARGOSY_FAULTS=self.faults)
         self.agents.append(process.pid)
         return process
+
+    def run_here(self) -> Disturbed:
+        """Run it to its end, with the command in this process: without faults."""
+        self.text = self.folder.argosy_here(*self._words())
+        return self
+
+    def _words(self, *more: str) -> list[str]:
+        self.write()
+        return [*("train", "run.toml", "--resilience.memory_checkpoint_every_steps", "2"), *self.options, *more]
 
     def write(self) -> None:
         """Write the run file, if it is not there."""

@@ -121,7 +121,8 @@ def _number(output: IO[bytes] | int | None, inherited: int) -> int:
 
 
 def imported() -> None:
-    """Called in the server, which has imported this module by then."""
+    """Called in the server, which has imported this module by then: leave the folder of the test that started it."""
+    os.chdir("/")
 
 
 def become() -> None:

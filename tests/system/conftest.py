@@ -69,7 +69,7 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Undis
                 if not is_made.exists():
                     shutil.rmtree(path, ignore_errors=True)  # of one that has failed
                     path.mkdir()
-                    run.start().end().check(None)
+                    run.run_here().check(None)
                     is_made.touch()
             known[key] = run
         return known[key]
