@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -105,7 +106,7 @@ class Reconciled(BaseModel):
         rows = [_row(name.replace("_", " + "), each, seconds) for name, each in self.seconds.items()]
         rows += [_row("step", self.step_s, seconds), _row("memory", self.memory_bytes, _megabytes)]
         rows += [_row("update", self.update_s, seconds)] if self.update_s else []
-        rows += [_row(f"sent: {axis}", each, _megabytes_sent) for axis, each in self.sent_bytes.items()]
+        rows += [_row(f"sent: {axis}", each, partial(_megabytes, decimals=2)) for axis, each in self.sent_bytes.items()]
         rows += [_row("wait of a round", self.round_wait_s, seconds)] if self.round_wait_s else []
         head = f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}   nine times of ten"
         return "\n".join([f"predicted for {self.cluster}:", head, *rows])
@@ -117,12 +118,8 @@ def _row(name: str, each: ComparedFigure, write: Callable[[Numbers], str]) -> st
     return f"  {name:18}{write(each.predicted):>12}{write(each.measured):>12}{ratio:>8}{interval}"
 
 
-def _megabytes(value: Numbers) -> str:
-    return f"{float(value) / 1e6:,.0f} MB"
-
-
-def _megabytes_sent(value: Numbers) -> str:
-    return f"{float(value) / 1e6:,.2f} MB"
+def _megabytes(value: Numbers, decimals: int = 0) -> str:
+    return f"{float(value) / 1e6:,.{decimals}f} MB"
 
 
 def part_of(category: str, plan: Plan) -> str:

@@ -198,14 +198,12 @@ def _all_reduce(message: int, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def _all_gather(message: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    whole = torch.zeros(message // 4, device=device)
-    part = torch.zeros(message // 4 // group.size(), device=device)
+    whole, part = (torch.zeros(message // 4 // ranks, device=device) for ranks in (1, group.size()))
     return lambda: all_gather_single(whole, part, group=group)
 
 
 def _reduce_scatter(message: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    whole = torch.zeros(message // 4, device=device)
-    part = torch.zeros(message // 4 // group.size(), device=device)
+    whole, part = (torch.zeros(message // 4 // ranks, device=device) for ranks in (1, group.size()))
     return lambda: reduce_scatter_single(part, whole, group=group)
 
 

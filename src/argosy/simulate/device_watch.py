@@ -13,9 +13,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,7 +27,8 @@ HOST_STREAM = "host"
 DEFAULT = "default stream"
 
 
-class DeviceFinding(NamedTuple):
+@dataclass(frozen=True, order=True)
+class DeviceFinding:
     """Something that the step does, and the place in the code that does it."""
 
     part: str

@@ -39,7 +39,7 @@ from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import dp_rank_of
 from argosy.plan.plan import FP8, Plan
 from argosy.simulate.cuda_calls import BLACKWELL, HOPPER, FakeDevice, answered
-from argosy.simulate.device_watch import DeviceWatch
+from argosy.simulate.device_watch import DeviceFinding, DeviceWatch
 from argosy.simulate.fake import fake_memory, fake_world, replaced
 from argosy.simulate.fake_cuda import CUDA, META, FakeCudaMode, MisplacedTensor, is_on_cuda, values_of
 from argosy.simulate.simulate import without_values
@@ -185,14 +185,9 @@ MOST_COPIED_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class CudaFinding:
+class CudaFinding(DeviceFinding):
     """Something that the step does on a GPU, and how often."""
 
-    part: str
-    """Part of the run: "step", "evaluation", ..."""
-    where: str
-    """File and line within `argosy`."""
-    what: str
     count: int
 
 
@@ -256,9 +251,9 @@ def step_on_cuda(plan: Plan, run: RunConfig, rank: int) -> CudaRecord:
     except MisplacedTensor:
         if not watch.misplaced:
             raise
-    counted = (watch.host_syncs, watch.misplaced, watch.races)
     waits, misplaced, races = (
-        [CudaFinding(*found, count) for found, count in sorted(some.items())] for some in counted
+        [CudaFinding(**vars(found), count=count) for found, count in sorted(some.items())]
+        for some in (watch.host_syncs, watch.misplaced, watch.races)
     )
     a_step = sum(found.count for found in waits if found.part == "step")
     return CudaRecord(rank, str(plan), a_step, waits, misplaced, races)

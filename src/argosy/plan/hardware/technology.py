@@ -87,15 +87,13 @@ class Silicon(Section):
 @cache
 def logic_nodes() -> dict[str, LogicNode]:
     """Return name -> node, the oldest first."""
-    rows = tomllib.loads(TECHNOLOGY.read_text())["logic"]
-    return {row["name"]: LogicNode(**row) for row in rows}
+    return {row["name"]: LogicNode(**row) for row in tomllib.loads(TECHNOLOGY.read_text())["logic"]}
 
 
 @cache
 def memory_generations() -> dict[str, MemoryGeneration]:
     """Return name -> generation, the slowest first."""
-    rows = tomllib.loads(TECHNOLOGY.read_text())["memory"]
-    return {row["name"]: MemoryGeneration(**row) for row in rows}
+    return {row["name"]: MemoryGeneration(**row) for row in tomllib.loads(TECHNOLOGY.read_text())["memory"]}
 
 
 @cache
