@@ -112,7 +112,7 @@ def score(rows: Sequence[ServingRow], few: int, by_design: bool = False) -> dict
             of_shipped, width_of = shipped(scored)
             result["held_out"] = figures(scored.metric, np.log(scored.predict(of_shipped) / scored.measured), width_of)
     if known.all():
-        of_others = _widths_of_others(table, errors)
+        of_others = widths_of_others(table, errors)
         result["width_of_others"] = figures(table.metric, errors, of_others)
         for name in sorted(set(makers)):
             here = makers == name
@@ -263,7 +263,7 @@ def width(errors: Floats, rows: Sequence[ServingRow]) -> float:
     return max(NARROWEST, weighted_quantile(np.abs(errors), row_weights(list(rows)), 0.9) / INTERVAL_Z)
 
 
-def _widths_of_others(table: ServingTable, errors: Floats) -> Floats:
+def widths_of_others(table: ServingTable, errors: Floats) -> Floats:
     """Return `width` for each row, of the errors of other publishers alone."""
     found = np.zeros(len(table))
     for metric in METRICS:

@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
@@ -13,6 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -195,3 +197,17 @@ def test_mxfp4_on_hopper_keeps_its_cache_in_16_bits(published: list[Any]) -> Non
     assert {(row.device.name, row.formats.cache_bytes) for row in rows} == {
         ("B200", 1.0), ("GB200", 1.0), ("H100-SXM", 2.0), ("H200", 2.0)
     }  # fmt: skip
+
+
+def test_intervals_are_as_wide_as_the_errors_of_other_publishers(published: list[Any]) -> None:
+    """Errors of a publisher tell how wide the intervals of others are, and nothing of its own."""
+    scores = import_module("score_serving")
+    of_metric = [row for row in published if row.metric == "ttft"]
+    one, other, *_ = Counter(row.publisher for row in of_metric)
+    table = scores.ServingTable([row for row in of_metric if row.publisher in (one, other)])
+    is_one = table.publisher == one
+    widths = scores.widths_of_others(table, np.where(is_one, 3.0, -1.0))
+    assert widths[is_one] == pytest.approx(1.0 / scores.INTERVAL_Z)
+    assert widths[~is_one] == pytest.approx(3.0 / scores.INTERVAL_Z)
+    alone = scores.widths_of_others(table.take(is_one), np.full(is_one.sum(), 3.0))
+    assert set(alone) == {scores.NARROWEST}  # nobody else says anything
