@@ -364,6 +364,10 @@ def test_an_export_that_fails_leaves_nothing(small, build, tmp_path):
             DEEPSEEK | {"moe": DEEPSEEK["moe"] | {"shared_experts": 0}},
             "shared_experts = 0.*wants mla.kv_rank and moe.shared_experts above",
         ),
+        (
+            QWEN3 | {"family": "dots1", "moe": DEEPSEEK["moe"] | {"shared_experts": 0}},
+            "shared_experts = 0 and model.family = dots1: the class wants moe.shared_experts above 0",
+        ),
         ({"heads": 5, "kv_heads": 5}, "width = 48 is not a multiple of model.heads = 5"),
     ],
 )
