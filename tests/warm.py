@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -46,8 +47,9 @@ class WarmChild(Child):
             outputs = {"stdout": stdout, "stderr": stderr}
             super().__init__(module, *arguments, pass_fds=pass_fds, environment=environment, **outputs, **more)
             return
-        if imports not in _SERVERS:
-            _SERVERS[imports] = _Server(imports)
+        with _STARTS:
+            if imports not in _SERVERS:
+                _SERVERS[imports] = _Server(imports)
         server = _SERVERS[imports]
         variables = {**os.environ, **(environment or {})}
         asked = [module, arguments, os.getpid(), list(pass_fds), variables, str(Path.cwd())]
@@ -69,29 +71,38 @@ class _Server:
             _Server.is_starting = False
         self._server.prepare(ForkEntry.of(imported), {})
         self._pids: dict[str, int] = {}
-        self.exit_codes: dict[int, int] = {}
+        self._exit_codes: dict[int, int] = {}
+        self._lock = threading.RLock()
+        """Held while its news are taken: parameter servers are threads of a test."""
 
     def fork(self, asked: list[Any], stdout: int, stderr: int) -> tuple[Channel, int]:
         """Return the channel to a new process, and its number."""
-        self._server.take_on(stdout, stderr)
-        key = str(len(self._pids))
-        channel = self._server.fork(key, ForkEntry.of(become), {ASKED: json.dumps(asked)})
-        while key not in self._pids:
-            select.select([self._server], [], [])
-            self.look()
-        return channel, self._pids[key]
+        with self._lock:
+            self._server.take_on(stdout, stderr)
+            key = str(len(self._pids))
+            channel = self._server.fork(key, ForkEntry.of(become), {ASKED: json.dumps(asked)})
+            while key not in self._pids:
+                select.select([self._server], [], [])
+                self._look()
+            return channel, self._pids[key]
 
-    def look(self) -> None:
-        """Take note of what it has told."""
+    def exit_code(self, pid: int) -> int | None:
+        """Return how a process has ended; None: it has not."""
+        with self._lock:
+            self._look()
+            return self._exit_codes.get(pid)
+
+    def _look(self) -> None:
         for message in self._server.take():
             if message["kind"] == "forked":
                 self._pids[message["key"]] = message["pid"]
-                self.exit_codes.pop(message["pid"], None)  # of another that had this number
+                self._exit_codes.pop(message["pid"], None)  # of another that had this number
             else:
-                self.exit_codes[message["pid"]] = message["exit_code"]
+                self._exit_codes[message["pid"]] = message["exit_code"]
 
 
 _SERVERS: dict[str, _Server] = {}
+_STARTS = threading.Lock()
 
 
 class _Forked:
@@ -103,8 +114,7 @@ class _Forked:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self._server.look()
-            self.returncode = self._server.exit_codes.get(self.pid)
+            self.returncode = self._server.exit_code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float) -> None:
