@@ -139,6 +139,8 @@ def test_a_run_that_was_not_launched_prints_what_its_folder_has(tmp_path):
     assert b"".join(printed(run, follow=False)) == b"coordinator: two\ncoordinator: three\nworker-1: one\n"
     with pytest.raises(UserError, match=r"no such folder"):
         list(printed(tmp_path / "runs/b", follow=False))
+    with pytest.raises(UserError, match=r"^\S+runs: not a run"):
+        list(printed(tmp_path / "runs", follow=False))
 
 
 def site(folder: Path, name: str, engine: str = "memory") -> tuple[str, str, RunJob]:

@@ -195,11 +195,11 @@ def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
 
     Raises: UserError if there is neither a job nor a run.
     """
-    jobs = {} if is_run(run_dir) and not are_there(run_dir) else jobs_of(run_dir)
+    jobs = {} if run_dir.is_dir() and not are_there(run_dir) else jobs_of(run_dir)
     if jobs and not any(job.foreign for job in jobs.values()):
         yield from engine_of(jobs[""]).logs(jobs[""], follow) if "" in jobs else printed_by(jobs, follow)
         return
-    reader = RunReader(run_dir) if is_run(run_dir) else None
+    reader = None if jobs and not is_run(run_dir) else RunReader(run_dir)
 
     def has_ended() -> bool:
         if not follow or reader is None:
