@@ -93,11 +93,9 @@ class OpenAIApi:
         ]
 
     async def models(self, request: Request) -> Response:
-        """List the model."""
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def one_model(self, request: Request) -> Response:
-        """Describe the model."""
         self._check_name(request.path_params["model"])
         return JSONResponse(self._described())
 

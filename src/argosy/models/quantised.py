@@ -152,8 +152,6 @@ IN_32_BITS = 8
 
 @dataclass(frozen=True)
 class WeightCompression:
-    """One of the formats."""
-
     preset: str
     """Its name in compressed-tensors."""
     format: str

@@ -192,8 +192,6 @@ LEFT_OUT_STD_SHARE = 0.9
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run and its report."""
-
     folder: Path
     run: RunConfig
     plan: Plan

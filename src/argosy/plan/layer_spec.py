@@ -55,8 +55,6 @@ class TemperatureSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The structure of one layer."""
-
     window: int
     """Tokens that a token sees, itself included; 0: all before it."""
     is_chunked: bool

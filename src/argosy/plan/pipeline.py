@@ -20,8 +20,6 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """The demands of a schedule."""
-
     torch_name: str
     """Name of its class in torch.distributed.pipelining."""
     stages_per_rank: int | None

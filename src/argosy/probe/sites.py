@@ -87,8 +87,6 @@ class WayMeasured(WireRecord):
 
 
 class LinksMeasured(WireRecord):
-    """All links."""
-
     kind: Literal["links"] = "links"
     links: Annotated[tuple[SiteLink, ...], Field(min_length=1)]
 

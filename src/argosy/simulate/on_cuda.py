@@ -207,7 +207,6 @@ class CudaRecord:
     """Accesses of two streams to one memory, with no event between."""
 
     def __str__(self) -> str:
-        """Return the record in words."""
         waits = f"the host waits for the device {self.host_syncs_a_step} times in a step that has nothing due besides"
         lines = [f"rank {self.rank} of {self.plan} on {CUDA}: {waits}"]
         for name, some in (("misplaced", self.misplaced), ("waits", self.host_syncs), ("races", self.races)):

@@ -48,8 +48,6 @@ LEFT_BY: dict[Phase, Category] = {
 
 
 class StepPlace(NamedTuple):
-    """A place in the step."""
-
     phase: Phase
     layer: int | None
     """None: in no layer, but in the embedding, the head, or around the model."""
@@ -77,8 +75,6 @@ class Change(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation on the device."""
-
     name: str
     flops: int
     moved_bytes: int
@@ -199,7 +195,6 @@ class Recorder(LiveBytes):
             self._trace.before[self._memories[key].category] += size
 
     def end(self) -> Trace:
-        """End the step."""
         assert self._trace is not None
         self._enter(StepPlace("other", None))
         trace, self._trace = self._trace, None

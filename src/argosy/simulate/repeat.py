@@ -42,7 +42,6 @@ class RepeatedLayers:
 
     stage: Stage
     first: int
-    """The first of them."""
     period: int
     """Layers of one repetition."""
 

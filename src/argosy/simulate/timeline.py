@@ -39,7 +39,6 @@ class Durations:
         self._rates, self._constants = replace(Rates.of(cluster), fabric=fabric), Constants()
 
     def of_work(self, work: Operation) -> float:
-        """Seconds of an operation."""
         half = work.dtype in (torch.bfloat16, torch.float16)
         rates = self._rates
         peak = rates.half * rates.achieved_half if half else rates.fp32 * rates.achieved_fp32

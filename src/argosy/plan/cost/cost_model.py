@@ -311,7 +311,6 @@ class CostModel:
         return self._by_speed(plans, time) if self.kinds else time
 
     def step_s(self, plan: Plan) -> float:
-        """Return the seconds of one plan's step."""
         return first_of(self.predict_time(Layouts.of([plan])).total)
 
     def time_of(self, parts: Mapping[str, float], beside_s: float = 0.0) -> Estimate:

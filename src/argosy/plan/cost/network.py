@@ -144,8 +144,6 @@ StepSeconds = Callable[[Layouts, Fabric], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Placements:
-    """The placement of plans."""
-
     ways: list[Arrangement]
     rows: NDArray[np.int64]
     """Place of each plan's arrangement in `ways`."""

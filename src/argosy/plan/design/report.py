@@ -196,7 +196,6 @@ class DesignRecord:
 
 
 def as_record(report: DesignReport) -> DesignRecord:
-    """Return the report for programs."""
     points, trained, served = report.points, report.trained, report.served
     return DesignRecord(
         name=report.space.name,

@@ -97,7 +97,6 @@ def _worse(costs: CostModel, front: list[Serving]) -> list[str]:
 
 
 def in_words(report: ServingReport) -> str:
-    """Return the report as text."""
     lines = [
         f"{report.model} on {report.cluster}: prompts of {report.prompt} tokens, answers of {report.output}, with "
         f"{report.engine}",

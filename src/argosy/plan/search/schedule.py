@@ -36,8 +36,6 @@ class JobSize:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One job to place."""
-
     name: str
     sizes: Mapping[str, Sequence[JobSize]]
     """Cluster -> the sizes that it could have there: the fewest devices first, each faster than those before."""

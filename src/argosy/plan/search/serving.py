@@ -51,8 +51,6 @@ LATE = {"first token": "The first token takes", "further tokens": "Further token
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """A question about serving."""
-
     prompt: int = 2048
     output: int = 512
     engine: str = ""
