@@ -1,13 +1,12 @@
 """Children that are forked from a process which has imported their module, instead of being started.
 
-A start takes 0.1 to 1.6 s of CPU time, nearly all of it for imports, and the tests need two thousand: each run that
-saves has a writer for each rank, each `prepare` a worker. The same `main` runs, in a process of its own and with the
+A start takes 0.4 to 1.6 s of CPU time, nearly all of it for imports, and the tests need 350: each `prepare` has a
+worker, each run a fork server. The same `main` runs, in a process of its own and with the
 same channel. Commands that run in a process of their own start their children, as a user's do.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import select
@@ -15,7 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,35 +24,34 @@ from argosy.processes.child import CHANNEL, PARENT, STDERR, Channel, Child, Fork
 from argosy.processes.fork_server import STDOUT, WORKER_MODULE, ForkServer
 
 FORK_SERVER = "argosy.processes.fork_server"
-FORKED = ("argosy.checkpoint.writer", "argosy.data.worker")
+FORKED = "argosy.data.worker"
 ASKED = "ARGOSY_TESTS_CHILD"
 """Environment variable of a forked child: what it was asked to be."""
 
 
 class WarmChild(Child):
-    """A `Child` that is forked, if it is one of `FORKED` or a run's fork server."""
+    """A `Child` that is forked, if it is a worker of `prepare` or a run's fork server."""
 
     def __init__(
         self,
         module: str,
         *arguments: str,
-        pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
         stdout: IO[bytes] | int | None = STDERR,
         stderr: IO[bytes] | int | None = None,
         **more: Any,
     ):
         imports = WORKER_MODULE if (module, arguments) == (FORK_SERVER, (WORKER_MODULE,)) else module
-        if imports not in (*FORKED, WORKER_MODULE) or _Server.is_starting:
+        if imports not in (FORKED, WORKER_MODULE) or _Server.is_starting:
             outputs = {"stdout": stdout, "stderr": stderr}
-            super().__init__(module, *arguments, pass_fds=pass_fds, environment=environment, **outputs, **more)
+            super().__init__(module, *arguments, environment=environment, **outputs, **more)
             return
         with _STARTS:
             if imports not in _SERVERS:
                 _SERVERS[imports] = _Server(imports)
         server = _SERVERS[imports]
         variables = {**os.environ, **(environment or {})}
-        asked = [module, arguments, os.getpid(), list(pass_fds), variables, str(Path.cwd())]
+        asked = [module, arguments, os.getpid(), variables, str(Path.cwd())]
         self.channel, pid = server.fork(asked, _number(stdout, STDOUT), _number(stderr, STDERR))
         self._process = cast("subprocess.Popen[bytes]", _Forked(server, pid))
 
@@ -123,7 +122,8 @@ class _Forked:
 
     def kill(self) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended, and that is about to be told
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _number(output: IO[bytes] | int | None, inherited: int) -> int:
@@ -136,17 +136,11 @@ def imported() -> None:
 
 
 def become() -> None:
-    """Be the process that was asked for, with its descriptors, environment, folder and words."""
-    module, words, asker, descriptors, variables, folder = json.loads(os.environ[ASKED])
-    channel = fcntl.fcntl(int(os.environ[CHANNEL]), fcntl.F_DUPFD, 512)  # out of the way of the others' numbers
-    os.close(int(os.environ[CHANNEL]))
-    for number in descriptors:
-        theirs = os.open(f"/proc/{asker}/fd/{number}", os.O_RDWR)
-        os.dup2(theirs, number)
-        if theirs != number:
-            os.close(theirs)
+    """Be the process that was asked for, with its environment, folder and words."""
+    module, words, asker, variables, folder = json.loads(os.environ[ASKED])
+    channel = os.environ[CHANNEL]
     os.environ.clear()
-    os.environ |= {**variables, CHANNEL: str(channel), PARENT: str(asker)}
+    os.environ |= {**variables, CHANNEL: channel, PARENT: str(asker)}
     os.getppid = lambda: asker if process_state(asker) not in ("", "Z") else 1  # as of one that the asker started
     faults.arm(os.environ.get(faults.FAULTS_VARIABLE, ""))  # as on its import
     os.chdir(folder)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from argosy.checkpoint import save
 from argosy.engines import local
 from argosy.observe import clock
 from argosy.parallel.world import World, leave_world
@@ -102,7 +101,7 @@ def make_the_tests_process_light() -> None:
     """
     torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
     clock.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
-    for module in (save, local, fork_server):
+    for module in (local, fork_server):
         module.Child = WarmChild  # type: ignore[attr-defined, misc]
 
 

@@ -11,9 +11,7 @@ from dataclasses import replace
 import pytest
 
 from argosy.chaos.campaign import children
-from argosy.checkpoint import save
 from argosy.observe.events import read_lines
-from argosy.processes.child import Child
 from argosy.training.bad_steps import Action
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import Survivor
@@ -76,8 +74,7 @@ def test_a_trainer_that_fails_says_no_longer_what_it_does(trainer):
     wait_until(lambda: all(thread.name != "argosy-progress" for thread in threading.enumerate()))
 
 
-def test_a_trainer_that_fails_ends_its_writer_and_hands_its_counts_to_the_next(trainer, monkeypatch):
-    monkeypatch.setattr(save, "Child", Child)  # whose process is a child of this one
+def test_a_trainer_that_fails_ends_its_writer_and_hands_its_counts_to_the_next(trainer):
     survivor, before = Survivor(), set(children(os.getpid()))
     with pytest.raises(RuntimeError, match="peer"), trainer(survivor=survivor) as made:
         apply(made)
