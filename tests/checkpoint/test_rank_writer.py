@@ -98,6 +98,7 @@ def test_with_several_groups_their_heads_sum_them_up(tmp_path, snapshot, monkeyp
 @pytest.mark.parametrize("failing", [1, 3, 4])
 def test_a_part_that_fails_in_any_group_is_the_end_of_the_attempt_and_named(tmp_path, snapshot, monkeypatch, failing):
     monkeypatch.setattr(rank_writer, "RANKS_OF_A_HEAD", 3)
+    monkeypatch.setattr(rank_writer, "STALL_S", 20.0)  # a head whose folder the first has discarded waits in vain
     order(tmp_path, failing, 6).file.mkdir(parents=True)  # where its file is to be
     with pytest.raises(OSError, match=r"rank [0-9 to]+: \[Errno 21\] Is a directory") as caught:
         save_in_groups(tmp_path, 6, snapshot)
