@@ -15,9 +15,9 @@ from argosy.engines.record import LaunchedJob
 from argosy.errors import UserError
 
 
-def job(name: str = "mine", run_dir: str = "/work/runs/mine", **options: Any) -> RunJob:
+def job(name: str = "mine", run_dir: str = "/shared/runs/mine", **options: Any) -> RunJob:
     given = {"image": "a:1", "volume": "shared", "namespace": "training"} | options
-    return RunJob(run=RunConfig(name=name), run_dir=Path(run_dir), words=("run.toml",), work_dir=Path("/work"), **given)
+    return RunJob(run=RunConfig(name=name), run_dir=Path(run_dir), words=("run.toml",), work_dir=Path("/shared"), **given)
 
 
 def objects(asked: RunJob) -> dict[str, dict[str, Any]]:
@@ -66,8 +66,8 @@ def test_objects_are_called_like_the_run_as_far_as_kubernetes_takes_that(name: s
 @pytest.mark.parametrize(
     ("volume", "run_dir", "there"),
     [
-        ("shared", "/work/runs/mine", "/data/runs/mine"),
-        ("shared:/mnt", "/work/runs/mine", "/mnt/runs/mine"),
+        ("shared", "/shared/runs/mine", "/data/runs/mine"),
+        ("shared:/mnt", "/shared/runs/mine", "/mnt/runs/mine"),
         ("shared:/mnt", "/mnt/else/mine", "/mnt/else/mine"),  # it has that path in the pods already
     ],
 )
@@ -82,7 +82,7 @@ def test_the_runs_folder_is_in_the_volume(volume: str, run_dir: str, there: str)
 @pytest.mark.parametrize(
     ("volume", "run_dir", "said"),
     [
-        ("shared:data", "/work/runs/a", "--volume shared:data: data is no absolute path. Try shared:/data."),
+        ("shared:data", "/shared/runs/a", "--volume shared:data: data is no absolute path. Try shared:/data."),
         (
             "shared",
             "/elsewhere/a",
