@@ -17,7 +17,9 @@ from argosy.errors import UserError
 
 def job(name: str = "mine", run_dir: str = "/shared/runs/mine", **options: Any) -> RunJob:
     given = {"image": "a:1", "volume": "shared", "namespace": "training"} | options
-    return RunJob(run=RunConfig(name=name), run_dir=Path(run_dir), words=("run.toml",), work_dir=Path("/shared"), **given)
+    return RunJob(
+        run=RunConfig(name=name), run_dir=Path(run_dir), words=("run.toml",), work_dir=Path("/shared"), **given
+    )
 
 
 def objects(asked: RunJob) -> dict[str, dict[str, Any]]:

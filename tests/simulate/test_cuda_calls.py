@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from argosy.simulate.cuda_calls import BLACKWELL, FAKE_MEMORY_BYTES, HOPPER, FakeDevice, FakeEvent, answered
+from argosy.plan.plan import HOPPER
+from argosy.simulate.cuda_calls import BLACKWELL, FAKE_MEMORY_BYTES, FakeDevice, FakeEvent, answered
 from argosy.simulate.device_watch import DEFAULT, DeviceWatch
 
 

@@ -25,7 +25,7 @@ for 128 x 128 of a weight, or one for 32 numbers of a row. Both sides of a rank'
 these numbers: others are multiplied in bf16."""
 FP8_CORES = (8, 9)
 """CUDA compute capability of the first devices with fp8 (Ada; Hopper is 9.0)."""
-FP8_BY_GROUP = (9, 0)
+HOPPER = (9, 0)
 """Capability of the only devices with `F.scaled_grouped_mm` in fp8 by rows, of which torch 2.13 tests no others, and
 with `F.scaled_mm` by blocks, which cuBLAS has for no others."""
 MXFP8_CORES = 10
@@ -51,11 +51,11 @@ def why_not_in_fp8(
     hopper = "a GPU of compute capability 9.0 (Hopper), the only one for which torch multiplies {} in fp8"
     if precision == "mxfp8" and capability[0] != MXFP8_CORES:
         needs, others = "a GPU of compute capability 10 (B200, B300)", "fp8_rowwise" if has_fp8 else others
-    elif precision == "fp8_blockwise" and capability != FP8_BY_GROUP:
+    elif precision == "fp8_blockwise" and capability != HOPPER:
         needs, others = hopper.format("by blocks"), "fp8_rowwise" if has_fp8 else others
     elif not has_fp8:
         needs = "a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), or AMD's from CDNA 3 on"
-    elif has_experts and capability != FP8_BY_GROUP:
+    elif has_experts and capability != HOPPER:
         precision, needs = f"{precision} with experts", hopper.format("them")
     else:
         return None

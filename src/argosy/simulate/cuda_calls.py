@@ -19,11 +19,12 @@ from torch._C._distributed_c10d import FakeWork
 from argosy.accelerator import NVIDIA
 from argosy.observe.collectives import METHODS
 from argosy.observe.wire import tensors_in
+from argosy.plan.plan import HOPPER
 from argosy.simulate.device_watch import DEFAULT, HOST_STREAM, Clock, DeviceWatch
 from argosy.simulate.fake import is_in_place, is_view, replaced
 
 FAKE_MEMORY_BYTES = 80 * 2**30
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+BLACKWELL = (10, 0)
 """Compute capability: what the step asks for is what is fast there."""
 FAKE_NAME = "NVIDIA H100 (not there)"
 

@@ -37,8 +37,8 @@ from argosy.parallel.apply import apply
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import dp_rank_of
-from argosy.plan.plan import FP8, Plan
-from argosy.simulate.cuda_calls import BLACKWELL, HOPPER, FakeDevice, answered
+from argosy.plan.plan import FP8, HOPPER, Plan
+from argosy.simulate.cuda_calls import BLACKWELL, FakeDevice, answered
 from argosy.simulate.device_watch import DeviceFinding, DeviceWatch
 from argosy.simulate.fake import fake_memory, fake_world, replaced
 from argosy.simulate.fake_cuda import CUDA, META, FakeCudaMode, MisplacedTensor, is_on_cuda, values_of
