@@ -14,6 +14,7 @@ from argosy.errors import (
     RunFailed,
     UserError,
     error_of,
+    near_names,
     record_of_error,
 )
 
@@ -63,3 +64,9 @@ def test_a_program_reads_what_an_error_names(text, named):
     record = vars(record_of_error(UserError(text)))
     assert record["error"] == text and record["exit_code"] == 2
     assert named.items() <= record.items()
+
+
+def test_names_that_are_given_without_an_order_are_listed_in_one():
+    names = {"mellow", "yellow", "fellow", "bellow"}
+    assert near_names("ellow", names) == near_names("ellow", sorted(names))
+    assert near_names("?", names) == "there are: bellow, fellow, mellow, yellow."

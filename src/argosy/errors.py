@@ -38,6 +38,7 @@ def near_names(name: str, names: Collection[str], most: int = 3) -> str:
     """Return the second half of a message about an unknown name: the nearest names, or all if none is near."""
     from difflib import get_close_matches  # few commands meet a wrong name
 
+    names = sorted(names) if isinstance(names, set | frozenset) else names  # whose order differs from run to run
     near = get_close_matches(name.lower(), names, n=most)
     return f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}."
 
