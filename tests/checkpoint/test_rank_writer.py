@@ -17,6 +17,7 @@ from argosy.checkpoint.checksums import shard_name
 from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.rank_writer import PartNote, SaveOrder, commit_part, leave_note
 from checkpoint.saving import manifest
+from waiting import wait_until
 
 DATA = bytes(range(256)) * 100
 
@@ -98,7 +99,6 @@ def test_with_several_groups_their_heads_sum_them_up(tmp_path, snapshot, monkeyp
 @pytest.mark.parametrize("failing", [1, 3, 4])
 def test_a_part_that_fails_in_any_group_is_the_end_of_the_attempt_and_named(tmp_path, snapshot, monkeypatch, failing):
     monkeypatch.setattr(rank_writer, "RANKS_OF_A_HEAD", 3)
-    monkeypatch.setattr(rank_writer, "STALL_S", 20.0)  # a head whose folder the first has discarded waits in vain
     order(tmp_path, failing, 6).file.mkdir(parents=True)  # where its file is to be
     with pytest.raises(OSError, match=r"rank [0-9 to]+: \[Errno 21\] Is a directory") as caught:
         save_in_groups(tmp_path, 6, snapshot)
@@ -116,6 +116,24 @@ def test_a_rank_that_does_not_come_is_named_by_its_head_and_a_head_by_the_first(
     with pytest.raises(OSError, match=r"no progress on the part of rank (3 for|(2 to 3, )?4 to 5 for)"):
         commit_part(order(tmp_path, 0, 6), snapshot)
     head.join()
+
+
+def test_a_head_waits_no_longer_once_the_first_rank_has_given_the_checkpoint_up(tmp_path, snapshot, monkeypatch):
+    monkeypatch.setattr(rank_writer, "RANKS_OF_A_HEAD", 2)
+    monkeypatch.setattr(rank_writer, "PROGRESS_S", 0.05)
+    head, ended = order(tmp_path, 2, 4), []
+
+    def lead() -> None:
+        with pytest.raises(OSError, match="has given this checkpoint up"):
+            commit_part(head, snapshot)
+        ended.append(True)
+
+    waiting = threading.Thread(target=lead)
+    waiting.start()
+    wait_until(lambda: head.note_of(2).exists() and head.summary_of(2).exists())
+    store.discard(head.partial)
+    waiting.join(rank_writer.STALL_S / 4)
+    assert ended and not head.partial.exists()
 
 
 def test_no_rank_looks_at_the_notes_of_all(tmp_path, snapshot, monkeypatch):

@@ -270,7 +270,10 @@ def _of_group(order: SaveOrder, head: int) -> _Awaited:
 def _gather(
     order: SaveOrder, awaited: Sequence[_Awaited], patience_s: float, advancing: Callable[[], None]
 ) -> list[FileSum]:
-    """Wait for notes, and return their files, in order. Raises: OSError if a part failed, or nothing comes."""
+    """Wait for notes, and return their files, in order.
+
+    Raises: OSError if a part failed, nothing comes, or the first rank has given the checkpoint up meanwhile.
+    """
     found: dict[_Awaited, PartNote] = {}
     seen, since_s, looked_s, pause_s = -1, time.monotonic(), -math.inf, 0.002
     while missing := [some for some in awaited if some not in found]:
@@ -284,6 +287,8 @@ def _gather(
         missing = [some for some in missing if some not in found]
         if missing and time.monotonic() - looked_s >= min(PROGRESS_S, patience_s / 4):
             looked_s = time.monotonic()
+            if order.rank and not order.note_of(order.rank).exists():
+                raise OSError("the first rank has given this checkpoint up")
             there = len(found) + sum(_size(some.growing) for some in missing)
             if there != seen:
                 seen, since_s = there, time.monotonic()
