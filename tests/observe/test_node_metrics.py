@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from argosy.observe import node_metrics
 from argosy.observe.heartbeat import Heartbeat, HeartbeatReading, read_heartbeat
-from argosy.observe.node_metrics import BYTES_PER_DAY, DAY_S, NodeMetrics, lines_of_node
+from argosy.observe.node_metrics import BYTES_PER_DAY, DAY_S, Instruments, NodeMetrics, lines_of_node
 
 
 class Rank:
@@ -126,6 +127,25 @@ def test_what_a_worker_showed_before_its_end_is_in_the_last_line(metrics, ranks)
         metrics.ended(rank.reading())
     line = metrics.line([])
     assert line is not None and line["ranks"] == [4, 5] and line["steps"] == [0, 0]
+
+
+class Asked(Instruments):
+    """Tells what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, None)
+
+    def measure(self, ranks: Sequence[int]) -> dict[str, Any]:
+        return {"of": list(ranks)}
+
+
+def test_devices_stay_those_of_all_ranks_of_the_world_after_ones_end(tmp_path, ranks):
+    metrics = NodeMetrics(lines_of_node(tmp_path, "a"), 5.0, Asked())
+    lines = [metrics.line(readings(ranks)), metrics.line([ranks[1].reading()])]
+    assert [line and (line["ranks"], line["of"]) for line in lines] == [([4, 5], [4, 5]), ([5], [4, 5])]
+    ranks[1].join(2)
+    line = metrics.line([ranks[1].reading()])
+    assert line is not None and line["of"] == [5]
 
 
 def test_a_node_whose_workers_are_in_no_world_writes_nothing(metrics, tmp_path):

@@ -52,7 +52,7 @@ class NvmlDevices:
         return found if handles else None
 
     def look(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """Return what each GPU of these ranks, ascending, shows now; what it does not tell is left out."""
+        """Return what the GPUs of a node show, given its ranks of the world, ascending, without what is not told."""
         found = []
         for rank, handle in zip(ranks, self._handles, strict=False):
             shown = {"ranks": [rank], **{key: self._ask(ask, handle) for key, ask in self._questions().items()}}
@@ -166,7 +166,7 @@ class Instruments:
             self._energy.poll(now_s)
 
     def measure(self, ranks: Sequence[int]) -> dict[str, Any]:
-        """Return the keys of a line on these ranks of the node, ascending."""
+        """Return the keys of a line, given this node's ranks of the world, ascending, of which some may have ended."""
         line: dict[str, Any] = {}
         if self._gpus is not None and (devices := self._gpus.look(ranks)):
             line["devices"] = devices
@@ -204,6 +204,7 @@ class NodeMetrics:
         self._wrote: dict[tuple[int, int], int] = {}
         self._own_until = -1
         self._generation = 0
+        self._of_world: set[int] = set()
         self._ended: list[HeartbeatReading] = []
 
     @classmethod
@@ -249,6 +250,8 @@ class NodeMetrics:
             return None
         if generation != self._generation:
             self._generation, self._before, self._wrote, self._own_until = generation, {}, {}, -1
+            self._of_world = set()
+        self._of_world |= {reading.rank for reading in now}
         return {
             "time_s": round(time.time(), 3),
             "generation": generation,
@@ -256,7 +259,7 @@ class NodeMetrics:
             **self._steps(now),
             "memory_bytes": [reading.counted.memory_bytes or reading.peak_memory_bytes for reading in now],
             **self._checkpoints(now),
-            **self._instruments.measure([reading.rank for reading in now]),
+            **self._instruments.measure(sorted(self._of_world)),
         }
 
     def _steps(self, now: Sequence[HeartbeatReading]) -> dict[str, Any]:
