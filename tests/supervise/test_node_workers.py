@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import FINAL_BIT
 from argosy.observe.events import Events, read_lines
+from argosy.observe.heartbeat import Heartbeat, read_heartbeat
+from argosy.observe.node_metrics import lines_of_node
 from argosy.processes.child import Channel, ChannelClosed, ForkEntry, Message
 from argosy.supervise import messages as say
 from argosy.supervise import node_workers as module
 from argosy.supervise.node_workers import NodeWorkers
-from argosy.supervise.nodes import RankState
+from argosy.supervise.nodes import RankState, WorkerProcess
 from argosy.supervise.stopping import Stopping
 
 
@@ -112,6 +115,19 @@ def test_a_worker_that_is_killed_is_lost_with_its_signal(node, capsys):
     assert isinstance(lost, say.WorkerLost) and (lost.why, lost.exit_code) == ("signal SIGKILL", -signal.SIGKILL)
     assert node.events("worker_died")[0]["generation"] == 1 and len(node.workers) == 0
     assert "worker 0" in capsys.readouterr().err
+
+
+def test_what_was_done_in_a_world_is_written_before_the_next(node):
+    with pytest.MonkeyPatch.context() as patch, closing(Heartbeat(node.folder)) as heartbeat:
+        patch.setattr(WorkerProcess, "reading", lambda worker, folder: read_heartbeat(heartbeat.path))
+        node.start(0)
+        node.join(1)
+        heartbeat.join(1, 0, dict)
+        heartbeat.begin(0)
+        heartbeat.took(0.1, {"step": 0.1}, {}, 1000, 1)
+        node.join(2)
+    (line,) = read_lines(lines_of_node(node.folder, "a"))
+    assert (line["generation"], line["steps"]) == (1, [0, 0])
 
 
 def test_a_worker_that_is_done_is_not_lost(node):

@@ -256,6 +256,7 @@ class NodeWorkers:
 
     def join(self, world: say.JoinWorld, file: str) -> None:
         """Have the workers that it names join a world. file: at which its members meet, if there is no port."""
+        self._metrics.write(self.readings, self._world_size)  # of the world that is over
         self._world_size = world.size
         for place in world.places:
             process = self._processes.get(place.slot)
