@@ -130,6 +130,13 @@ def test_a_round_that_is_begun_is_not_cut_short(tmp_path: Path) -> None:
         check_length(tmp_path, with_keys(run, "sync", every_steps=4), 6)
 
 
+def test_a_fragment_that_was_on_its_way_may_be_sent_again(tmp_path: Path) -> None:
+    run = made(tmp_path, STREAMING | {"overlap_steps": 1}, 16, 0)
+    check_length(tmp_path, of_length(run, 20), 3)  # the first round ends after step 2 and is merged after step 3
+    with pytest.raises(UserError, match=r"overlap_steps = 0: .* is at step 3, within round 0"):
+        check_length(tmp_path, with_keys(run, "sync", overlap_steps=0), 3)
+
+
 def test_a_damaged_line_is_of_a_round_that_was_made(tmp_path: Path) -> None:
     run = made(tmp_path, {"every_steps": 4}, 16, 1)
     path = RoundLedger(tmp_path).path

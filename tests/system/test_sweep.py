@@ -76,7 +76,7 @@ def test_ctrl_c_saves_what_runs_and_a_killed_trial_goes_on(folder: Folder, sweep
                   "optimizer.lr = { min = 1e-3, max = 1e-1, log = true }", steps=30)  # fmt: skip
     process = sweeping(ARGOSY_FAULTS="slow@forward:seconds=0.2")
     wait_until(lambda: all(len(losses(sweep / f"000{n}")) > 5 for n in (0, 1)), process=process)
-    os.kill(int((sweep / "0001" / ".lock").read_text()), signal.SIGKILL)
+    os.kill(int((sweep / "0001" / ".lock").read_text().split()[0]), signal.SIGKILL)
     wait_until(lambda: len(starts(sweep / "0001")) == 2 and len(losses(sweep / "0001")) > 8, process=process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENT_S)

@@ -40,7 +40,10 @@ def check_length(run_dir: Path, run: RunConfig, step: int) -> None:
         if _means(old, number) != _means(new, number):
             _refuse(run_dir, old, new, f"has made round {number}")
     is_begun = made < old.rounds and step > old.shares.start(made)
-    if is_begun and ((_way(old) != _way(new) and _begins(old, made) != _begins(new, made)) or step > new.end_of(made)):
+    begins_otherwise = _way(old) != _way(new) and _begins(old, made) != _begins(new, made)
+    # As long as it is not merged, a site may have steps after a round that has ended.
+    ends_before = step > new.end_of(made) and _ends(old, made) != _ends(new, made)
+    if is_begun and (begins_otherwise or ends_before):
         _refuse(run_dir, old, new, f"is at step {step}, within round {made},")
 
 
@@ -58,14 +61,18 @@ def _begins(sites: Sites, number: int) -> tuple[Any, ...]:
     return shares.start(number), sites.sums_gradients(number), dealt
 
 
+def _ends(sites: Sites, number: int) -> tuple[int, int]:
+    """Return after which step a round ends, and after which a site merges its average."""
+    return sites.end_of(number), sites.merge_after(number)
+
+
 def _means(sites: Sites, number: int) -> tuple[Any, ...]:
     """Return all that a round means to a site that goes on from it, or takes its average over."""
     sync, is_gradient = sites.run.sync, sites.sums_gradients(number)
     turn = (number - sync.from_step) % sync.fragments, sync.fragments
     fragment = (0, 1) if is_gradient or sites.is_last(number) else turn
     outer = () if is_gradient else (sync.outer_lr, sync.outer_momentum, 0.0 if sites.is_last(number) else sync.mixing)
-    ends = sites.end_of(number), sites.merge_after(number), sites.wire_of(number).name
-    return _begins(sites, number), ends, fragment, outer
+    return _begins(sites, number), _ends(sites, number), sites.wire_of(number).name, fragment, outer
 
 
 def _refuse(run_dir: Path, old: Sites, new: Sites, what: str) -> None:
