@@ -272,6 +272,7 @@ def test_a_disk_that_is_full_leaves_what_is_there_and_is_used_again_once_there_i
 def test_a_disk_that_may_only_be_read_leaves_what_is_there_and_is_used_again_once_it_may_be_written(small_disk):
     saving = Saving(small_disk / "run")
     saving.save(1.0, step=1)
+    wait_until(lambda: saving.saver.poll() or saving.told("verified"))  # a disk that is written to stays writable
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     saving.save(2.0, step=2)
     assert "[Errno 30] Read-only file system" in saving.told("save_failed")[0]["error"]

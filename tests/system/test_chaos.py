@@ -34,8 +34,8 @@ def test_kills_change_no_weight(folder: Folder) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_no_fault_changes_a_weight(folder: Folder, seed: int) -> None:
-    report = chaos(folder, "--fault-seed", seed, "--every-s", 10, steps=600)
-    check(report, 600)
+    report = chaos(folder, "--fault-seed", seed, "--every-s", 4, steps=1000)
+    check(report, 1000)
 
 
 def test_a_kind_of_fault_that_does_not_exist_is_refused(refused, folder: Folder) -> None:
