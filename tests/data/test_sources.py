@@ -110,6 +110,16 @@ def test_item_that_names_nothing_is_refused(
     assert f"input = {item}" in str(caught.value)
 
 
+@pytest.mark.parametrize("item", ["", " "])
+def test_empty_item_is_not_the_folder_that_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("not asked for")
+    with pytest.raises(UserError, match=rf"input = '{item}': an empty name\. Name files"):
+        find_files([item])
+
+
 def test_no_input_is_refused() -> None:
     with pytest.raises(UserError, match="nothing to prepare"):
         find_files([])

@@ -153,6 +153,8 @@ def user_source(item: str, code: Sequence[CodeFile]) -> InputFile:
 
 
 def _expand(item: str, extensions: Sequence[str]) -> Input:
+    if not item.strip():  # a shell's variable that is not set; fsspec would read the folder that one is in
+        raise UserError(f"input = {item!r}: an empty name. Name files or a folder; . is the one that you are in.")
     if item.startswith(BUILTIN_PREFIX):
         local = fsspec.filesystem("file")
         return Input([_file(local, str(path), local.info(str(path))) for path in builtin_files(item)], [])
