@@ -7,8 +7,8 @@ import socket
 from contextlib import suppress
 
 BELOW_EPHEMERAL = range(20000, 32000)
-"""The kernel gives outgoing connections none of these, nor does Ray its workers, which get those from 10002 on: what was
-free when a test chose it stays so."""
+"""The kernel gives outgoing connections none of these, and Ray its workers those below: what was free when a test chose
+it stays so."""
 GIVEN: set[int] = set()
 """Ports that this process was told, which may not be open yet."""
 
