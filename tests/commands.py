@@ -12,12 +12,13 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from argosy.cli import main
 from argosy.cli import train as train_command
 from waiting import PATIENT_S
+from warm import WarmCommand
 
 RUN_FILE = """
 name = "tiny"
@@ -57,8 +58,13 @@ every_minutes = 0
 processes = {processes}
 threads = 1
 device = "cpu"
+
+[resilience]
+node_check_s = 0.02
 """
-"""One thread for each process, as the tests' own: a second one would wait for the first in a loop, for matrices this
+"""A glance at the node's health, where half a second is usual: no run here has more to compute.
+
+One thread for each process, as the tests' own: a second one would wait for the first in a loop, for matrices this
 small; and how many threads add up is the same on one node and on several."""
 
 
@@ -68,6 +74,8 @@ class Folder:
 
     path: Path
     corpus: Path
+    starts_anew: bool = False
+    """True if `argosy train` is started as a user's shell would, and not forked from a process with its imports."""
 
     def write_run(self, name: str = "run.toml", *, steps: int = 10, every_steps: int = 2, processes: int = 2) -> Path:
         """A run file of the tiny model."""
@@ -79,8 +87,10 @@ class Folder:
         """`argosy WORDS ...`, running, with environment variables of its own; `within` a command that becomes the one
         given after it.
         """
-        command = [*within, sys.executable, "-m", "argosy", *map(str, words)]
-        environment = {**os.environ, "COLUMNS": "200", **variables}
+        given, environment = [str(word) for word in words], {**os.environ, "COLUMNS": "200", **variables}
+        if given[0] == "train" and not (self.starts_anew or within or "PYTHONPATH" in variables):
+            return cast("subprocess.Popen[str]", WarmCommand(given, self.path, environment))
+        command = [*within, sys.executable, "-m", "argosy", *given]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=self.path, env=environment, text=True, stdout=pipe, stderr=pipe)
 

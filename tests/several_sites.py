@@ -62,7 +62,6 @@ class SitesOfARun:
             text += f'\n[[sites]]\nname = "{name}"\n'
             host = self.net.address(name.lower()) if self.net else "127.0.0.1"
             text += f'address = "{host}:{free_port()}"\n' if self.with_addresses else ""
-        text += "\n[resilience]\nnode_check_s = 0\n"
         if self.is_paced:
             (self.folder.path / "pace.py").write_text(PACE)
             text += '\n[extend]\nfiles = ["pace.py"]\n'

@@ -99,6 +99,7 @@ def run_config(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
         "evaluate": {"every_steps": 4, "tokens": 500},
         "checkpoint": {"every_minutes": 0},
         "launch": {"threads": 1},
+        "resilience": {"node_check_s": 0.02},
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections}
     run = RunConfig.model_validate({"name": "tiny", **merged})

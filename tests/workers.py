@@ -23,6 +23,7 @@ from argosy.engines import local
 from argosy.observe import clock
 from argosy.parallel.world import World, leave_world
 from argosy.processes import fork_server
+from argosy.supervise import coordinator_client
 from warm import WarmChild
 
 POOL_SIZE = 8
@@ -101,7 +102,7 @@ def make_the_tests_process_light() -> None:
     """
     torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
     clock.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
-    for module in (local, fork_server):
+    for module in (local, fork_server, coordinator_client):
         module.Child = WarmChild  # type: ignore[attr-defined, misc]
 
 

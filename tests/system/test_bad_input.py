@@ -65,6 +65,7 @@ def test_credentials_in_a_url_are_refused_and_written_nowhere(folder: Folder, re
 
 def test_the_command_itself_ends_with_that_message_and_code(folder: Folder) -> None:
     """The others here are refused in the tests' process."""
+    folder.starts_anew = True
     edited(folder.write_run(), "steps = 10", "steps = -1")
     text = folder.argosy("train", "run.toml", code=2)
     assert "run.toml:18" in text and "train.steps = -1" in text and "Traceback" not in text

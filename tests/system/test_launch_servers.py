@@ -25,7 +25,7 @@ def write(
     text = run_file.read_text().replace("microbatch=2,", "microbatch=2,sync=async,")
     text += f"\n[sync]\nservers = {json.dumps([f'127.0.0.1:{free_port()}' for _ in range(servers)])}\n{launch}\n"
     text += "".join(f'\n[[sites]]\nname = "{name}"\n{site}\n' for name in "AB")
-    run_file.write_text(text + "\n[resilience]\nnode_check_s = 0\n")
+    run_file.write_text(text)
     return folder.path / "runs/tiny"
 
 

@@ -21,9 +21,10 @@ def write(folder: Folder, first: str, second: str, **keys: Any) -> SitesOfARun:
     """A run of two sites with these tables `launch`."""
     run = SitesOfARun(folder, **keys)
     path = folder.path / "run.toml"
-    one, two, three = path.read_text().split("[[sites]]")
-    path.write_text(f"{one}[[sites]]{two}launch = {{ {first} }}\n[[sites]]" + three.replace(
-        "\n\n[resilience]", f"\nlaunch = {{ {second} }}\n\n[resilience]"))  # fmt: skip
+    text = path.read_text()
+    for name, launch in (("A", first), ("B", second)):
+        text = text.replace(f'name = "{name}"\n', f'name = "{name}"\nlaunch = {{ {launch} }}\n')
+    path.write_text(text)
     return run
 
 

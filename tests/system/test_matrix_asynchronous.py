@@ -32,7 +32,7 @@ class Parts:
         keys = {**({"servers": [f"127.0.0.1:{free_port()}" for _ in range(servers)]} if servers else {}), **sync}
         text += "\n[sync]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
         text += "".join(f'\n[[sites]]\nname = "{name}"\n' for name in sites)
-        run_file.write_text(text + "\n[resilience]\nnode_check_s = 0\n")
+        run_file.write_text(text)
 
     @property
     def path(self) -> Path:

@@ -60,6 +60,13 @@ class Finished:
         return self.folder.path / "runs/tiny"
 
 
+@pytest.fixture
+def folder(folder: Folder) -> Folder:
+    """One in which commands are started as a user's shell does it."""
+    folder.starts_anew = True
+    return folder
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_when_the_reader_of_its_output_does_not(folder):
     folder.write_run(processes=1)
@@ -86,7 +93,7 @@ def test_a_run_without_standard_streams_trains(folder):
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of ten steps that nothing stopped; tests may read it, not change it."""
-    folder = Folder(tmp_path_factory.mktemp("finished"), corpus)
+    folder = Folder(tmp_path_factory.mktemp("finished"), corpus, starts_anew=True)
     folder.write_run()
     return Finished(folder, folder.argosy("train", "run.toml", "--json"))
 
@@ -288,6 +295,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(folder: Folder) 
     mount = ["mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", disk]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting needs the rights of root")
+    folder.starts_anew = False  # how it is started makes no difference to its disk
     try:
         folder.write_run(steps=10, every_steps=2)
         text = folder.argosy("train", "run.toml", "--run-dir", disk / "run", "--checkpoint.keep_last", 5, code=74)

@@ -49,6 +49,7 @@ def test_data_a_run_file_and_a_run_of_an_older_version_go_on(folder: Folder, old
     with_older("prepare", "text.py", "--out", folder.corpus, "--vocab-size", 300)
     constant = ("--schedule.kind", "constant")  # so that a longer run repeats the shorter one's steps
     run_file = folder.write_run(steps=12, every_steps=3)
+    run_file.write_text(run_file.read_text().replace(NEW_KEY, OLD_KEY))
     with_older("train", run_file, *constant, "--run-dir", "runs/straight")
     with_older("train", run_file, *constant, "--run-dir", "runs/tiny", "--train.steps", 6)
     run_dir = folder.path / "runs/tiny"
