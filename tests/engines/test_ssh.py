@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from argosy.engines.login import Login, LoginJob
 from argosy.engines.record import LaunchedJob
 from argosy.engines.ssh import Ssh, command
 from ports import free_port
+from run_folders import Made
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh: apt-get install openssh-client")
 NOBODY_LISTENS = f"-F none -o HostName=127.0.0.1 -p {free_port()}"
@@ -32,6 +35,22 @@ def test_a_login_that_cannot_be_reached_says_nothing_of_its_run():
     job = LaunchedJob(engine="login", id="h1 4", submitted_s=0, nodes=1, place=place)
     state, why = Login().state(job)
     assert state == "unknown" and "no way to h1 (ssh: connect to host" in why
+
+
+def test_what_becomes_of_a_run_behind_a_login_is_what_argosy_says_there(tmp_path, monkeypatch):
+    for name, text in (
+        ("ssh", 'for last; do :; done\nexec sh -c "$last"'),  # to this machine
+        ("argosy", f'exec {sys.executable} -m argosy "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    place = {"login": "h1", "folder": str(tmp_path), "program": str(tmp_path / "argosy"), "run_dir": "runs/a"}
+    job = LaunchedJob(engine="login", id="h1 4", submitted_s=0, nodes=1, place=place)
+    assert Login().state(job)[0] == "unknown"
+    Made(steps=3).write(tmp_path / "runs/a")
+    state, why = Login().state(job)
+    assert (state, why.split()[0], Login().step(job)) == ("ended", "finished", 3)
 
 
 def test_a_host_is_never_an_option():

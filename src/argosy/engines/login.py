@@ -154,7 +154,7 @@ def _ask(job: LaunchedJob, script: str) -> Answer:
 def _run_of(answer: Answer) -> dict[str, Any] | None:
     """Return the run that `argosy runs` lists there; None if it lists none."""
     try:
-        runs = json.loads(answer.said.get("runs", "[]"))
+        run = json.loads(answer.said.get("runs", ""))
     except ValueError:
         return None
-    return runs[0] if isinstance(runs, list) and runs and isinstance(runs[0], dict) else None
+    return run if isinstance(run, dict) else None
