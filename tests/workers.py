@@ -103,7 +103,7 @@ def make_the_tests_process_light() -> None:
     torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
     clock.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
     for module in (local, fork_server, coordinator_client):
-        module.Child = WarmChild  # type: ignore[attr-defined, misc]
+        module.Child = WarmChild  # type: ignore[attr-defined]
 
 
 def next_world(world: World, store: Path, size: int | None = None) -> World:

@@ -41,10 +41,12 @@ def run(folder: Folder, network: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iter
                 continue
 
 
-def launch(run: Disturbed, network: Hosts, *options: str, names: str = "h1,h2", code: int = 0) -> str:
+def launch(
+    run: Disturbed, network: Hosts, *options: str, names: str = "h1,h2", processes: int = 1, code: int = 0
+) -> str:
     words = ("launch", "run.toml", "--on", "ssh", "--hosts", names, network.option)
     give = run.folder.argosy_here if code else run.folder.argosy
-    return give(*words, "--launch.processes", "1", *options, code=code)
+    return give(*words, "--launch.processes", processes, *options, code=code)
 
 
 def agents(run: Disturbed) -> dict[str, str]:
@@ -61,8 +63,11 @@ def wait(run: Disturbed, is_so: Callable[[], Any]) -> None:
     wait_until(is_so, story=lambda: run.folder.argosy_here("logs", "runs/tiny"))
 
 
-def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, network, undisturbed, monkeypatch):
-    """First with a secret that is given, which is in no command and no file, and then with one that is made."""
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, network, undisturbed, monkeypatch, again):
+    """First with a secret that is given, which is in no command and no file. `again`: and then on one host, with a
+    secret that is made, to its end.
+    """
     monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=3")  # not at its end before a slow `stop` comes
     monkeypatch.setenv("ARGOSY_SECRET", "c0ffee" * 8)
     assert "launched tiny on ssh: job h1,h2" in launch(run, network)
@@ -79,13 +84,18 @@ def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, net
     assert not [path for path in (run.run_dir / "launch").iterdir() if b"c0ffee" in path.read_bytes()]
     assert not (run.run_dir / ".secret").exists()
     run.folder.argosy_here("stop", "runs/tiny")
-    wait(run, lambda: state(run)["state"] == "stopped")
+    wait(run, lambda: not any(Path("/proc", agent.partition("@")[0]).exists() for agent in agents(run).values()))
+    assert state(run)["state"] == "stopped"
+    log = run.folder.argosy_here("logs", "runs/tiny")
+    assert "h1: " in log and "h2: " in log
     assert store.committed(run.run_dir)[-1].step == run.steps() < STEPS
+    if not again:
+        return
     monkeypatch.setenv("ARGOSY_FAULTS", "")
     monkeypatch.delenv("ARGOSY_SECRET")
-    launch(run, network)
-    log = run.folder.argosy_here("logs", "runs/tiny", "-f")
-    assert "h1: " in log and "h2: " in log and f"done: {STEPS} steps" in log
+    launch(run, network, names="h2", processes=2)
+    wait(run, lambda: run.steps() == STEPS)  # meanwhile, `logs` would look at the hosts each second
+    assert f"done: {STEPS} steps" in run.folder.argosy_here("logs", "runs/tiny", "-f")
     found = state(run)
     assert found["state"] == "finished" and found["step"] == STEPS
     assert (run.run_dir / ".secret").exists()
