@@ -54,6 +54,12 @@ def test_speeds_of_a_batch_size_ramp_are_those_of_its_largest_batch():
     assert stopped is not None and (stopped["steps"], stopped["step_time_s"]) == (2, 1.0)
 
 
+def test_speeds_are_those_of_the_last_plan_and_of_the_one_before_while_it_has_no_step():
+    for since, step_s in ((1, 0.75), (2, 0.5), (3, 1.0)):
+        found = totals(STEPS, plan_since=since)
+        assert found is not None and (found["steps"], found["step_time_s"]) == (3, step_s)
+
+
 def test_a_report_says_what_replicas_sent_to_agree():
     tables = [{"bytes": 100, "seconds": 0.5, "ratio": 0.25}, {"bytes": 300, "seconds": 1.0, "ratio": 0.75}]
     tables[1] |= {"staleness": 10, "distance": 0.5}

@@ -65,7 +65,7 @@ class Report(BaseModel):
     loss: float | None
     """Training loss of the last step, nats per token; None if it was not finite."""
     step_time_s: float
-    """Median; of a run with a batch-size ramp, as the next two, of the steps with the largest batch that it came to."""
+    """Median, as the next two, of the steps under this plan; of a batch-size ramp, at its largest batch."""
     tokens_per_s: float
     """Tokens a second at the median step."""
     mfu: float | None
@@ -172,21 +172,24 @@ class Report(BaseModel):
         return cls.model_validate_json((run_dir / "report.json").read_bytes())
 
 
-def totals(steps: Iterable[dict[str, Any]], batch_of: Callable[[int], int] = lambda step: 1) -> dict[str, Any] | None:
+def totals(
+    steps: Iterable[dict[str, Any]], batch_of: Callable[[int], int] = lambda step: 1, plan_since: int = 0
+) -> dict[str, Any] | None:
     """Return the fields of a report that follow from the lines of metrics.jsonl (those of steps); None without any.
 
-    batch_of: the batch of each step; speeds are those of steps with the largest. It keeps 24 bytes of a line, since a
-    long run has millions.
+    batch_of: the batch of each step. plan_since: the step from which on the last plan has been in force. Speeds are of
+    steps under this plan, if there are any, with the largest batch. Of a line 24 bytes are kept: there may be millions.
     """
     seconds: dict[str, float] = {}
     rates = {key: array("d") for key in DIGITS}
     agreement = _Agreements()
     last: dict[str, Any] | None = None
-    memory_bytes = count = batch = 0
+    memory_bytes = count = 0
+    alike = False, 0
     for last in steps:
         count += 1
-        if batch_of(last["step"]) > batch:
-            batch = batch_of(last["step"])
+        if (now := (last["step"] >= plan_since, batch_of(last["step"]))) > alike:
+            alike = now
             rates = {key: array("d") for key in DIGITS}
         for category, value in last["seconds"].items():
             seconds[category] = seconds.get(category, 0.0) + value

@@ -110,8 +110,9 @@ def write_report(
     is_worker = plan.has_servers
     if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
         sample = _sample(run, run_dir, data)
-    measured = StepFigures(plan_since(_starts(run_dir)))
-    found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at)
+    since = plan_since(_starts(run_dir))
+    measured = StepFigures(since)
+    found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at, since)
     if found is None:
         return  # stopped before the first step: there is nothing to report
     if is_worker:
