@@ -50,14 +50,29 @@ def server(browser: Any, runs: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Any, server: str) -> Iterator[Watched]:
+    """One for all: a new one is a new process of the browser, which compiles the page anew."""
+    with look(browser, server) as shared:
+        yield shared
+
+
 @pytest.fixture
-def open_page(browser: Any, server: str) -> Iterator[Callable[..., Watched]]:
-    """Open the page in a context of its own. At the end its console must be without errors."""
+def open_page(browser: Any, server: str, tab: Watched) -> Iterator[Callable[..., Watched]]:
+    """Open the page: without storage in the common tab, then or with keys of a context in one of its own. At the end
+    the console must be without errors.
+    """
     with ExitStack() as stack:
         opened: list[Watched] = []
 
         def start(**context: Any) -> Watched:
-            opened.append(stack.enter_context(look(browser, server, **context)))
+            if context or opened:
+                opened.append(stack.enter_context(look(browser, server, **context)))
+            else:
+                opened.append(tab)
+                tab.complaints.clear()
+                tab.page.goto(server)
+                tab.page.evaluate("localStorage.clear()")
             return opened[-1]
 
         yield start
@@ -70,18 +85,25 @@ def text(watched: Watched, selector: str) -> str:
     return " ".join(watched.page.inner_text(selector).split())
 
 
+def turn_to(page: Any, view: str) -> None:
+    """Choose a view by its tab, and wait until it is there."""
+    page.locator(f'.tabs [data-view="{view}"]').click()
+    page.wait_for_selector(f".view-{view}")
+    page.wait_for_selector("p.loading", state="hidden")
+
+
 def test_a_straggler_a_spike_and_a_killed_rank_are_shown_and_named_by_the_advice(open_page):
     watched = open_page()
     page = watched.open("?run=troubled", view="ranks")
     assert "straggler" in text(watched, ".findings") and "rank 2" in text(watched, ".findings")
     assert "died" in text(watched, ".findings") and "rank 1" in text(watched, ".findings")
-    watched.open("?run=troubled", view="events")
+    turn_to(page, "events")
     assert page.locator('[data-event="worker_died"].fault').count() == 1
     assert page.locator('[data-event="straggler"].fault').count() == 1
-    watched.open("?run=troubled")
+    turn_to(page, "run")
     highest = max(rows(watched, "Loss"), key=lambda row: float(row["greatest"] or row["Loss"]))
     assert int(highest["step"]) == TROUBLE.spike
-    watched.open("?run=troubled", view="advice")
+    turn_to(page, "advice")
     told = text(watched, "#view")
     for named in ("Rank 2 on node-1 is slow", "Rank 1 died", f"step {TROUBLE.spike}: loss"):
         assert named in told
@@ -105,7 +127,7 @@ LABELS = """async () => {
 
 
 def test_labels_of_an_axis_say_where_they_are_with_no_digit_too_many(open_page):
-    found = open_page().open("?run=troubled").evaluate(LABELS)
+    found = open_page().page.evaluate(LABELS)
     assert [[label.replace("\u00a0", " ") for label in each] for each in found] == [
         ["27.5 %", "30.0 %", "32.5 %"],
         ["20 %", "30 %"],
@@ -141,12 +163,15 @@ def test_a_chart_is_downloaded_as_csv_and_as_a_picture(open_page, runs):
 
 def test_the_page_follows_a_run_and_says_when_it_cannot(browser, tmp_path):
     made = Made(steps=40, total_steps=80, is_finished=False)
-    folder = made.write(tmp_path / "going-on")
     with ExitStack() as stack:
         served = ExitStack()
         base = served.enter_context(serve(tmp_path))
         stack.push(served)
         watched = stack.enter_context(look(browser, base))
+        watched.open()
+        assert "no runs in this folder" in text(watched, "main")
+        assert not watched.complaints
+        folder = made.write(tmp_path / "going-on")
         page = watched.open("?run=going-on")
         page.wait_for_selector("#live.live")
         assert "step 40 of 80" in text(watched, ".vital.alive")
@@ -271,9 +296,7 @@ def test_a_hostile_name_or_text_stays_text(open_page):
     row.locator("a").click()
     page.wait_for_selector("#vitals .vital")
     for view in VIEWS:
-        page.locator(f'.tabs [data-view="{view}"]').click()
-        page.wait_for_selector(f".view-{view}")
-        page.wait_for_selector("p.loading", state="hidden")
+        turn_to(page, view)
         if view in ("events", "model"):
             assert HOSTILE in page.inner_text("#view")
     assert page.evaluate("window.hacked") is None
@@ -290,7 +313,7 @@ def test_a_hundred_runs_are_listed_filtered_and_sorted(open_page):
     assert "lr-070" in page.locator("table.runs tbody tr").first.inner_text()
 
 
-def test_what_is_not_there_is_said(open_page, browser, tmp_path):
+def test_what_is_not_there_is_said(open_page):
     watched = open_page()
     watched.open("?run=empty")
     assert "No step has been made yet" in text(watched, "main")
@@ -300,10 +323,6 @@ def test_what_is_not_there_is_said(open_page, browser, tmp_path):
     assert "There is no run nobody" in text(watched, "main")
     watched.open("?run=calm", view="profiles")
     assert "argosy train --profile" in text(watched, "#view")
-    with serve(tmp_path) as base, look(browser, base) as alone:
-        alone.open()
-        assert "no runs in this folder" in text(alone, "main")
-        assert not alone.complaints
 
 
 @pytest.mark.slow
