@@ -15,7 +15,7 @@ from waiting import PATIENT_S
 
 SIZES = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "256")
 """Large enough that two nodes are better than one, as the planner has it."""
-SMALL = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "128")
+SMALL = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "32")
 """So small that one node is better than two."""
 SOON = ("--resilience.straggler_steps", "4", "--resilience.straggler_s", "1")
 """What is slow is told of, and acted on, after some twenty steps each."""

@@ -133,7 +133,7 @@ def is_quick(objective: str, plan: str) -> bool:
     ("objective", "plan"),
     [
         pytest.param(*row, marks=() if is_quick(*row) else pytest.mark.slow)
-        for row in itertools.product(OBJECTIVES, ["", "cp=2", "tp=2", "pp=2", "dp_shard=2,zero=3"])
+        for row in itertools.product(OBJECTIVES, ["", "cp=2", "tp=2", "pp=2,microbatch=2", "dp_shard=2,zero=3"])
     ],
 )
 def test_ten_steps_are_those_of_trl(workers: WorkerPool, objective: str, plan: str) -> None:
