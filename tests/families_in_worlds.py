@@ -102,9 +102,16 @@ def under_plan(world: World, folder: Path, plan: Plan) -> Measured:
     return {"logits": (mine.start, logits), "gradients": first, "losses": losses}
 
 
-def _load(weights: Mapping[str, Tensor], parts: list[Decoder], model: Decoder, *_: Any) -> None:
+def _load(
+    weights: Mapping[str, Tensor],
+    parts: list[Decoder],
+    model: Decoder,
+    config: ModelConfig,
+    device: torch.device,
+    *_: Any,
+) -> None:
     """Give `model` memory and this rank's part of `weights`, and add it to `parts`."""
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             part = local(parameter)
