@@ -17,7 +17,7 @@ pytestmark = [
         reason="needs two GPUs: that NCCL's groups are aborted, and survivors live on, is shown on no machine here",
     ),
 ]
-ON_GPUS = ("--launch.device", "cuda", "--train.deterministic")
+ON_GPUS = ("--launch.device", "cuda", "--train.deterministic", "true")
 POINTS = ["forward", "bucket", "exchange", "commit", "optimizer"]
 
 
