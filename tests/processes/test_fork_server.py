@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,20 @@ def greet() -> None:
 def fail() -> None:
     """Entry: end with an error."""
     raise SystemExit(3)
+
+
+def use_gpu() -> None:
+    """Entry: compute on a GPU."""
+    import torch
+
+    channel_to_parent().send("sum", value=float(torch.ones(3, device="cuda").sum()))
+
+
+def load_compiler() -> None:
+    """Entry of the fork server itself: import what a run that compiles needs."""
+    from argosy.models import compiler
+
+    compiler.load()
 
 
 def stand_still() -> None:
@@ -212,3 +227,14 @@ def cpu_ticks(pid: int) -> int | None:
     except FileNotFoundError:
         return None
     return None if state == "Z" else int(rest[10]) + int(rest[11])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="a process uses a GPU")
+def test_a_process_of_one_that_has_loaded_the_compiler_can_use_a_gpu():
+    """torch's compiler asks for GPUs when it is imported, and CUDA works in no fork of a process that has asked it."""
+    forks = ForkServer("torch")
+    forks.prepare(ForkEntry.of(load_compiler), {})
+    channel = forks.fork("of a GPU", ForkEntry.of(use_gpu), {})
+    assert forks.answer("of a GPU", channel, limit_s=120)["value"] == 3.0
+    forks.close()

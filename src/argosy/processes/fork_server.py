@@ -50,6 +50,10 @@ STORE_HOST = "ARGOSY_STORE_HOST"
 """Environment variable of that process: the address of this machine at which the members reach the store."""
 
 
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""torch's environment variable: "1" has `torch.cuda.is_available`, which its compiler calls when it is imported, ask
+NVML. CUDA itself, once asked, works in no process that is forked afterwards."""
+
 ANSWER_LOOK_S = 0.5
 """Time between two looks at a process that is waited for."""
 
@@ -166,6 +170,7 @@ class ForkServer:
 def main() -> None:
     """`python -m argosy.processes.fork_server MODULE`: serve until the asker is gone."""
     asker = channel_to_parent()
+    os.environ.setdefault(NVML_CHECK, "1")
     gc.disable()  # an eighth of what imports take is looking for garbage, which they hardly leave
     importlib.import_module(sys.argv[1])
     gc.freeze()  # what is here stays here: a collection in a forked process would copy all of its pages

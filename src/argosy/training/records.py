@@ -338,7 +338,17 @@ class Records:
         held_out, score = evaluator.held_out, evaluator.score
         machine = machine_at_hand(self._run, self._hardware())
         write_report(
-            self._run, self._run_dir, data, held_out, score, self.progress, self._plan, self.prediction, machine, facts
+            self._run,
+            self._run_dir,
+            data,
+            held_out,
+            score,
+            self.progress,
+            self._plan,
+            self.prediction,
+            machine,
+            self._world.device,
+            facts,
         )
 
     def tell(self, kind: str, **facts: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from argosy.accelerator import CPU, free_bytes, is_accelerator
 from argosy.checkpoint import store
 from argosy.checkpoint.adapter import load_decoder
 from argosy.checkpoint.load import problem_of
@@ -39,6 +40,8 @@ from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_LENGTH = 200
+SAMPLE_ROOM = 6
+"""Free bytes of a device for each parameter with which it writes the sample: fp32 weights, and what it works in."""
 ASYNCHRONOUS = "the order in which gradients come (plan.sync = async)"
 BAD_STEPS = {
     "skip": "is skipped (resilience.on_bad_step)",
@@ -97,9 +100,13 @@ def write_report(
     plan: Plan,
     prediction: Prediction | None,
     machine: Cluster | None,
+    device: torch.device,
     facts: dict[str, Any],
 ) -> None:
-    """Write report.json and print the run's result (rank 0 only); `machine`: what the run's devices are, if known."""
+    """Write report.json and print the run's result (rank 0 only).
+
+    machine: what the run's devices are, if known; device: the one that writes the sample, if it has the room.
+    """
     finished = facts["status"] == "finished"
     validation, sample = None, None
     if score is not None and finished:
@@ -109,7 +116,7 @@ def write_report(
         validation = {name: value for name, value in known.items() if value is not None}
     is_worker = plan.has_servers
     if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
-        sample = _sample(run, run_dir, data)
+        sample = _sample(run, run_dir, data, device)
     since = plan_since(_starts(run_dir))
     measured = StepFigures(since)
     found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at, since)
@@ -190,11 +197,13 @@ def _full_steps(run: RunConfig, found: dict[str, Any]) -> float:
     return found["tokens"] / run.tokens_per_step if run.train.batch_ramp else float(found["steps"])
 
 
-def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
+def _sample(run: RunConfig, run_dir: Path, data: OpenData, device: torch.device) -> str:
     """Return text that the model of the checkpoint just saved writes, whole on this process under any layout."""
     choice = store.newest_whole(run_dir, check=problem_of)
     assert choice is not None
-    model = load_decoder(run, choice.checkpoint, torch.device("cpu"), torch.float32)
+    if is_accelerator(device) and free_bytes(device) < SAMPLE_ROOM * parameters(run.model):
+        device = CPU
+    model = load_decoder(run, choice.checkpoint, device, torch.float32)
     prompt = run.evaluate.sample_prompt or ""
     ids = data.tokenizer.encode_prompt(prompt)
     room = min(SAMPLE_LENGTH, run.model.max_seq_len - len(ids))
