@@ -48,6 +48,11 @@ class Options:
     """Write every figure to this file too."""
 
 
+def _paths() -> list[str]:
+    """What the caller lets Python look through."""
+    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+
+
 def _changed(setting: Setting) -> dict[str, object]:
     """Return what differs from the defaults: another checkout may not know the newest keys."""
     usual = asdict(Setting())
@@ -61,7 +66,7 @@ class Contender:
         self.name = name
         kind, _, source = name.partition("@")
         environment = os.environ | {
-            "PYTHONPATH": str(Path(source).resolve() if source else SOURCE),
+            "PYTHONPATH": os.pathsep.join([str(Path(source).resolve() if source else SOURCE), *_paths()]),
             "TORCHINDUCTOR_CACHE_DIR": str(cache / name.replace("/", "_")),
             "TOKENIZERS_PARALLELISM": "false",
         }
