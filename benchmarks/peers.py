@@ -260,6 +260,61 @@ def huggingface(setting: Setting, turns: Turns, compiled: bool) -> None:
     Trainer(model, arguments, train_dataset=rows, callbacks=[AfterEachStep()]).train()
 
 
+def torchtitan(setting: Setting, turns: Turns, compiled: bool) -> None:
+    """torchtitan's Llama 3 and the parts of its trainer, put together as that does on one GPU: with autocast, without
+    FSDP, which it takes from two ranks on, and without recomputation, as the others."""
+    if setting.experts:
+        sys.exit("torchtitan trains dense models here, its Llama 3 has no experts: leave it out of --contenders")
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import clip_grad_norm_, maybe_enable_amp
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
+    from torchtitan.tools.utils import GarbageCollection
+
+    config = JobConfig()
+    config.training.seq_len, config.training.max_norm = setting.seq_len, MAX_NORM
+    config.training.mixed_precision_param = {"fp32": "float32", "bf16": "bfloat16"}[setting.precision]
+    config.optimizer.lr, (config.optimizer.beta1, config.optimizer.beta2) = LEARNING_RATE, BETAS
+    config.optimizer.eps, config.optimizer.weight_decay = EPS, WEIGHT_DECAY
+    config.compile.enable, config.activation_checkpoint.mode = compiled, "none"
+    sizes = TransformerModelArgs(
+        dim=setting.width,
+        n_layers=setting.layers,
+        n_heads=setting.heads,
+        vocab_size=setting.vocab_size,
+        multiple_of=setting.ffn_width,  # what the next line makes two thirds of this is rounded up to it
+        ffn_dim_multiplier=setting.ffn_width / (4 * setting.width),
+    )
+    sizes.update_from_config(config)
+    one = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    with torch.device("meta"):
+        model = Transformer(sizes)
+    _check(setting, model.parameters())
+    model = parallelize_llama(model, one, config)
+    model.to_empty(device=setting.device)
+    with torch.no_grad():
+        model.init_weights()
+    loss_of = build_cross_entropy_loss(config)
+    optimizer = build_optimizers([model], config.optimizer, one)
+    precision = maybe_enable_amp(one, config.training.mixed_precision_param, setting.device)
+    garbage = GarbageCollection(config.training.gc_freq)
+    for step, rows in enumerate(setting.batches(), start=1):
+        garbage.run(step)
+        optimizer.zero_grad()
+        inputs, targets = (tokens.contiguous().to(setting.device) for tokens in (rows[:, :-1], rows[:, 1:]))
+        with precision:
+            logits = model(inputs)
+            loss = loss_of(logits, targets) / targets.numel()  # it is a sum
+        del logits
+        loss.backward()
+        clip_grad_norm_(list(model.parameters()), config.training.max_norm, foreach=True)
+        optimizer.step()
+        loss.item()
+        turns.step_done()
+
+
 def matmuls(setting: Setting, turns: Turns) -> None:
     """The peak, measured in turns of its own: of a square matmul, and of the model's own shapes.
 
@@ -297,6 +352,8 @@ CONTENDERS: dict[str, Callable[[Setting, Turns], None]] = {
     "litgpt-eager": partial(litgpt, compiled=False),
     "plain": partial(plain, compiled=True),
     "plain-eager": partial(plain, compiled=False),
+    "torchtitan": partial(torchtitan, compiled=True),
+    "torchtitan-eager": partial(torchtitan, compiled=False),
     "matmuls": matmuls,
 }
 

@@ -29,15 +29,15 @@ from peers import CONTENDERS, Setting
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "src"
-NEEDS = {"huggingface": "accelerate", "litgpt": "litgpt"}
+NEEDS = {"huggingface": "accelerate", "litgpt": "litgpt", "torchtitan": "torchtitan"}
 """Contender (compiled or eager) -> the package without which it is left out."""
 
 
 @dataclass
 class Options:
     setting: tyro.conf.OmitArgPrefixes[Setting] = field(default_factory=Setting)
-    contenders: tuple[str, ...] = tuple(name for name in CONTENDERS if name != "matmuls")
-    """Those that take part; NAME@PATH imports argosy from PATH."""
+    contenders: tuple[str, ...] = tuple(name for name in CONTENDERS if not name.startswith(("matmuls", "torchtitan")))
+    """Those that take part (torchtitan only where it is named); NAME@PATH imports argosy from PATH."""
     rounds: int = 12
     """Turns of each contender."""
     steps: int = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,43 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_day
 import peers
 import train_step
+
+
+def test_peers_of_the_first_hour_are_contenders() -> None:
+    assert set(gpu_day.PEERS) <= set(peers.CONTENDERS)
+
+
+def test_torchtitan_comes_only_where_it_is_named() -> None:
+    assert not [name for name in train_step.Options().contenders if "torchtitan" in name]
+
+
+def test_torchtitan_refuses_experts() -> None:
+    turns: Any = None
+    with pytest.raises(SystemExit, match="has no experts"):
+        peers.CONTENDERS["torchtitan"](peers.Setting(experts=8), turns)
+
+
+def test_torchtitan_trains_a_model_of_the_same_size() -> None:
+    pytest.importorskip("torchtitan.models.llama3")
+
+    class Turns:
+        steps = 0
+
+        def step_done(self) -> None:
+            self.steps += 1
+            if self.steps == 2:
+                sys.exit("enough")
+
+    turns: Any = Turns()
+    small = peers.Setting(layers=2, width=128, ffn_width=192, vocab_size=64, seq_len=16, batch=2)
+    try:
+        with pytest.raises(SystemExit, match="enough"):
+            peers.CONTENDERS["torchtitan-eager"](small, turns)
+    finally:
+        gc.enable()  # which torchtitan turns off
 
 
 @pytest.mark.parametrize("source", ["", "@../other/src"])
