@@ -31,9 +31,13 @@ ONE_B = {"layers": 16, "width": 2048, "ffn-width": 8192, "vocab-size": 32768, "s
 """1.2e9 parameters; so many rows that two contenders fit into 80 GB side by side."""
 SMALL = {"layers": 2, "width": 64, "ffn-width": 128, "vocab-size": 512, "seq-len": 64, "batch": 2}
 """In its place in a rehearsal."""
-PEERS = {"huggingface": ("transformers", "accelerate"), "litgpt": ("litgpt",), "plain": ()}
+PEERS = {
+    "huggingface": ("transformers", "accelerate"),
+    "litgpt": ("litgpt",),
+    "torchtitan": ("torchtitan",),
+    "plain": (),
+}
 """Contender of `train_step.py` -> the packages that it needs."""
-NO_CONTENDER = "torchtitan"
 TINY = (
     *("--launch.processes", "1", "--model.preset", "llama-5m", "--data.seq-len", "256"),
     *("--train.global-batch", "8", "--evaluate.every_steps", "0"),
@@ -180,7 +184,6 @@ def peers(day: Day) -> None:
     """A step of a 1B model beside each peer that is installed, taking turns."""
     model = SMALL if day.is_rehearsal else ONE_B
     sizes = [word for key, value in model.items() for word in (f"--{key}", str(value))]
-    day.notes.append(f"{NO_CONTENDER}: left out, train_step.py has no contender of it")
     for peer, packages in PEERS.items():
         if missing := [package for package in packages if find_spec(package) is None]:
             day.notes.append(f"{peer}: left out, {missing[0]} is not installed")
