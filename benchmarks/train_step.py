@@ -106,6 +106,7 @@ class Contender:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            self._process.wait()  # it says why last
             self._log.seek(0)
             sys.exit(f"{self.name} ended early:\n{self._log.read()[-3000:]}")
         answer: dict[str, list[float]] = json.loads(line)
