@@ -30,6 +30,7 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.fixture(params=[1, 7, 20, 61, 1000], ids="rows={}".format)
 def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(loss, "CHUNK_LOGITS", request.param * VOCAB)
+    monkeypatch.setattr(loss, "LEAST_CHUNK_ROWS", {"cpu": 1})
     rows: int = request.param
     return rows
 
@@ -125,6 +126,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("train", [True, False])
 def test_the_full_logits_never_exist(train, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 4096)
+    monkeypatch.setattr(loss, "LEAST_CHUNK_ROWS", {"cpu": 16})
     x, weight = torch.randn(2048, 4, requires_grad=train), torch.randn(256, 4, requires_grad=train)
     with LargestTensor() as largest:
         value = summed_cross_entropy(x, weight, torch.zeros(2048, dtype=torch.int64))

@@ -209,7 +209,10 @@ def test_the_loss_over_parts_of_the_vocabulary_is_that_over_the_whole(workers, v
 def loss_in_chunks(world: World, logits_at_once: int, vocab: int) -> float:
     """This rank's share of the summed loss of 64 tokens."""
     rows = np.random.default_rng(0).integers(0, vocab, (2, 33)).astype(np.int32)
-    with mock.patch.object(loss_module, "CHUNK_LOGITS", logits_at_once):
+    with (
+        mock.patch.object(loss_module, "CHUNK_LOGITS", logits_at_once),
+        mock.patch.object(loss_module, "LEAST_CHUNK_ROWS", {"cpu": 1}),
+    ):
         model = laid_out(world, eager(f"tp={world.size},microbatch=2"), model={"vocab_size": vocab})
         return model.forward_backward(microbatches(rows, 2, 0, world.device), 1.0, StepClock(world.device)).item()
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from argosy.accelerator import kind_of
 from argosy.data.packing import IGNORED
 from argosy.matmul import ROWS_MULTIPLE, dense
-from argosy.plan.layer_spec import CHUNK_LOGITS
+from argosy.plan.layer_spec import CHUNK_LOGITS, LEAST_CHUNK_ROWS
 
 # N tokens (batch and sequence flattened), C tokens of a chunk, D model width, V vocabulary
 
@@ -61,6 +62,7 @@ def summed_cross_entropy(
 def rows_at_once(weight_VD: Tensor, longest_part: int) -> int:
     """Return the tokens of a chunk, the same on all ranks that have a part of the vocabulary."""
     rows = CHUNK_LOGITS // (longest_part or weight_VD.shape[0])
+    rows = max(rows, LEAST_CHUNK_ROWS[kind_of(weight_VD.device)])
     return rows // ROWS_MULTIPLE * ROWS_MULTIPLE or max(1, rows)
 
 
@@ -122,7 +124,7 @@ def weighted_gradients(
     """
     weight = weight_VD.to(x_ND.dtype)
     grad_x = torch.empty_like(x_ND) if needs[0] else None
-    grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs[1] else None
+    grad_weight: Tensor | None = None
     losses = []
     for start, (x, targets) in zip(range(0, len(x_ND), rows), _chunks(rows, x_ND, targets_N), strict=True):
         logits_CV = soft_capped(dense(x, weight), softcap)
@@ -134,8 +136,9 @@ def weighted_gradients(
             gradient_CV = gradient_CV * (1 - (logits_CV / softcap).square())
         if grad_x is not None:
             grad_x[start : start + rows] = dense(gradient_CV, weight.T)
-        if grad_weight is not None:
-            grad_weight += dense(gradient_CV.T, x.T)
+        if needs[1]:
+            product = dense(gradient_CV.T, x.T)
+            grad_weight = product.float() if grad_weight is None else grad_weight.add_(product)
     return torch.stack(losses).sum(), grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype)
 
 

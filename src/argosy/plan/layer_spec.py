@@ -22,6 +22,10 @@ DELTA_CHUNK = 64
 """Tokens of a chunk in which gated delta-nets compute rows (`models.delta_net`)."""
 CHUNK_LOGITS = 8 * 2**20
 """Logits that the loss computes at once (32 MiB in fp32): enough for full-speed matmuls, few enough for caches."""
+LEAST_CHUNK_ROWS = {"cpu": 256, "accelerator": 4096}
+"""Tokens that it computes at once at least, by kind of device, whatever the vocabulary. Each chunk reads the head's
+weight twice and adds to its gradient: 16 bytes a weight, for 6 FLOPs a weight and token. Where a device does 200 FLOPs
+in the time of a byte, so much traffic takes as long as 500 tokens."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.dealing import pipeline_s
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layer_spec import LEAST_CHUNK_ROWS
 from argosy.plan.layouts import RATIOS, Layouts, column_of
 from argosy.plan.plan import Plan, Precision
 from argosy.plan.quantities import numbers_of
@@ -239,6 +240,7 @@ class CostModel:
         return System(
             moment_bytes=moments_of(self.run)[optimizer.kind] * of_moment,
             saves_here=self.rates.host_waits,
+            chunk_rows=LEAST_CHUNK_ROWS["cpu" if self.rates.host_waits else "accelerator"],
             buckets=1,
             gathers_ahead=1,
             computes_shared_meanwhile=1,

@@ -285,7 +285,7 @@ class MemoryModel(LayerMemory):
         plans, work, system, element = self.plans, self.work, self.system, self.activation_bytes
         hidden, matrix = self.tokens * work.width, work.width * work.head_outputs / plans.tp
         whole = self.tokens * work.head_outputs / plans.tp
-        chunk = np.minimum(whole, CHUNK_LOGITS)
+        chunk = np.minimum(whole, np.maximum(CHUNK_LOGITS, system.chunk_rows * work.head_outputs / plans.tp))
         gradients = 4 * work.trained_head * matrix + element * hidden
         arithmetic = chunk * np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
         product = (work.trained_head * matrix + 2 * chunk) * element

@@ -179,6 +179,8 @@ class System:
     """1: tensor-parallel ranks gather again in backward what they gathered in forward, and do not keep it."""
     whole_logits: Numbers = 0
     """Bytes kept for each logit of a microbatch; 0: the loss is computed in chunks."""
+    chunk_rows: Numbers = 0
+    """Tokens of such a chunk at least."""
     dropout: Numbers = 0
     """1: dropout masks are drawn and kept."""
     fused: Numbers = 1
