@@ -5,8 +5,8 @@ by ROCm), xpu (Intel), hpu (Gaudi), npu (Ascend), mps (Apple). Random generators
 backend's own module, which torch finds by the device (`torch.get_device_module`); what a backend lacks there is left
 out or asked of the host. Every function takes a CPU too.
 
-Argosy was tested on CPUs, and on one GPU of NVIDIA's (benchmarks/results/gpu.md). On the other backends nobody has run it
-yet, and `told_of` says so.
+Argosy was tested on CPUs, and on one GPU of NVIDIA's (benchmarks/results/gpu.md). On the other backends nobody has run
+it yet, and `told_of` says so.
 """
 
 from __future__ import annotations
