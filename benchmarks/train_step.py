@@ -25,7 +25,7 @@ from statistics import median
 import tyro
 
 from argosy.plan.workload import train_flops_per_token
-from peers import CONTENDERS, Setting
+from contenders import CONTENDERS, Setting
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "src"
@@ -70,13 +70,13 @@ class Contender:
             "TORCHINDUCTOR_CACHE_DIR": str(cache / name.replace("/", "_")),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        peers = HERE / "peers.py"
-        if source and (others := Path(source).resolve().parent / "benchmarks" / "peers.py").is_file():
-            peers = others  # another checkout knows how to call itself
+        script = HERE / "contenders.py"
+        if source and (others := Path(source).resolve().parent / "benchmarks" / "contenders.py").is_file():
+            script = others  # another checkout knows how to call itself
         began = time.perf_counter()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (it lives as long as the process)
         self._process = subprocess.Popen(
-            [sys.executable, str(peers), kind, json.dumps(_changed(setting))],
+            [sys.executable, str(script), kind, json.dumps(_changed(setting))],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

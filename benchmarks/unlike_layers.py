@@ -27,7 +27,7 @@ import tyro
 from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
-from peers import Setting
+from contenders import Setting
 from train_step import Contender
 
 KINDS = {

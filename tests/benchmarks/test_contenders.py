@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import contenders
 import gpu_day
-import peers
 import train_step
 
 
 def test_peers_of_the_first_hour_are_contenders() -> None:
-    assert set(gpu_day.PEERS) <= set(peers.CONTENDERS)
+    assert set(gpu_day.PEERS) <= set(contenders.CONTENDERS)
 
 
 def test_torchtitan_comes_only_where_it_is_named() -> None:
@@ -27,7 +27,7 @@ def test_torchtitan_comes_only_where_it_is_named() -> None:
 def test_torchtitan_refuses_experts() -> None:
     turns: Any = None
     with pytest.raises(SystemExit, match="has no experts"):
-        peers.CONTENDERS["torchtitan"](peers.Setting(experts=8), turns)
+        contenders.CONTENDERS["torchtitan"](contenders.Setting(experts=8), turns)
 
 
 def test_torchtitan_trains_a_model_of_the_same_size() -> None:
@@ -42,10 +42,10 @@ def test_torchtitan_trains_a_model_of_the_same_size() -> None:
                 sys.exit("enough")
 
     turns: Any = Turns()
-    small = peers.Setting(layers=2, width=128, ffn_width=192, vocab_size=64, seq_len=16, batch=2)
+    small = contenders.Setting(layers=2, width=128, ffn_width=192, vocab_size=64, seq_len=16, batch=2)
     try:
         with pytest.raises(SystemExit, match="enough"):
-            peers.CONTENDERS["torchtitan-eager"](small, turns)
+            contenders.CONTENDERS["torchtitan-eager"](small, turns)
     finally:
         gc.enable()  # which torchtitan turns off
 
@@ -56,6 +56,6 @@ def test_contenders_look_where_the_caller_does(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(train_step.Contender, "_hear", lambda _: {})
     seen: dict[str, Any] = {}
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **options: seen.update(options))
-    train_step.Contender(f"plain{source}", peers.Setting(), tmp_path)
+    train_step.Contender(f"plain{source}", contenders.Setting(), tmp_path)
     first, *others = seen["env"]["PYTHONPATH"].split(":")
     assert first.endswith("src") and others == ["/one", "/two"]
