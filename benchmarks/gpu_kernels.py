@@ -43,8 +43,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from argosy.config.model import ModelConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.models.attention import Documents
 from argosy.models.decoder import Decoder
+from argosy.optim.optimizer import Optimizer
+from argosy.optim.piece import Piece
 from argosy.parallel.apply import compile_blocks
 from argosy.plan.plan import FP8
 from argosy.precision import use_fp8
@@ -71,6 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "fp8_blockwise": {},
     "mxfp8": {},
 }
+UPDATE = "int8_state"
+"""Beside the models: AdamW's update of a block's matrices, with moments in eight bits and no fp32 copy of weights."""
 DOCUMENTS = (1, 3, 5, 9, 17)
 """Documents of the first row, step by step."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -83,7 +88,7 @@ USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 class Options:
     architecture: Literal["sm_90", "sm_100"] = "sm_90"
     """GPU: Hopper or Blackwell."""
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = (*MODELS, UPDATE)
     """Kinds of model."""
     out: Path | None = None
     """JSON file of the figures."""
@@ -140,7 +145,7 @@ def trace(kind: str) -> Traced:
     GraphLowering.compile_to_module = write_down  # type: ignore[assignment, method-assign]
     inductor.compile_fx = partial(compile_all, inner_compile=compiled)
     try:
-        _steps(kind, traced)
+        (_updates if kind == UPDATE else partial(_steps, kind))(traced)
     finally:
         inductor.compile_fx, GraphLowering.compile_to_module = compile_all, to_module  # type: ignore[method-assign]
     traced.breaks = dict(counters["graph_break"])
@@ -162,6 +167,20 @@ def _steps(kind: str, traced: Traced) -> None:
             starts = torch.cat((first, torch.arange(1, ROWS + 1, dtype=torch.int32) * TOKENS))
             rows = Documents(torch.empty(len(starts), dtype=torch.int32, device=device), starts)
             model(tokens, tokens, positions, rows).backward()
+            traced.graphs_a_step.append(len(traced.code) - before)
+
+
+def _updates(traced: Traced) -> None:
+    shapes = {"k": (1024, 4096), "q": (4096, 4096), "up": (14336, 4096), "down": (4096, 14336), "norm": (4096,)}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values = {name: torch.empty(shape, dtype=torch.bfloat16, device="cuda") for name, shape in shapes.items()}
+        pieces = [Piece(name, value, shapes[name]) for name, value in values.items()]
+        optimizer = Optimizer(pieces, OptimizerConfig(kind="adamw", state="int8"), is_compiled=True)
+        for _ in DOCUMENTS:
+            before = len(traced.code)
+            for value in values.values():
+                value.grad = torch.empty_like(value)
+            optimizer.step()
             traced.graphs_a_step.append(len(traced.code) - before)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.accelerator import capability, device_name, is_amd_with_fp8
+from argosy.compiler import compiled
 from argosy.errors import UserError, missing_extra
 from argosy.matmul import dense, fp8_by_block, fp8_by_group
 from argosy.plan.cost.exact_state import INT8_BLOCK
@@ -57,13 +58,25 @@ def places(shape: tuple[int, ...], scatter: Callable[[Tensor], Tensor], device: 
 
 
 def noise(at: Places, bits: int, *key: object) -> Tensor:
-    """Return a uniform int32 in [0, 2**bits) for each place; another `key` (seed, step, name, ...) gives other numbers.
+    """Return a uniform int32 in [0, 2**bits) for each place.
 
-    The hash is Wellons' lowbias32 (github.com/skeeto/hash-prospector); half of the key is mixed in midway.
+    key: seed, step, name and what else is to give other numbers.
     """
+    return _hashed(functools.reduce(torch.add, at), bits, *_halves(key))
+
+
+def _halves(key: tuple[object, ...]) -> tuple[int, int]:
+    """Return two int32 that stand for a key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    before, midway = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
-    x = functools.reduce(torch.add, at) ^ before
+    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+
+
+def _hashed(place: Tensor, bits: int, before: int, midway: int) -> Tensor:
+    """Return Wellons' lowbias32 (github.com/skeeto/hash-prospector) of each place (int32), its upper `bits`.
+
+    Half of the key is mixed in midway.
+    """
+    x = place ^ before
     x ^= (x >> 16) & 0xFFFF  # masked: torch has no logical shift of int32
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
@@ -136,20 +149,85 @@ def quantize(x: Tensor, code: Code, random: Tensor | None = None) -> Quantized:
     """Quantize `x` (fp32, finite, not a scalar): to the nearest or, with 20 `random` bits each, without bias."""
     blocks = _blocks(x)
     scales = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    magnitude = _rows(blocks / scales, x.shape).abs()
+    magnitude = _rows(torch.where(blocks.abs() == scales, 1.0, (blocks / scales).abs().clamp(max=1.0)), x.shape)
     raised = magnitude * (1 - code.offset) + code.offset
     bits = raised.view(torch.int32) + ((1 << (_CUT - 1)) if random is None else random)
     codes = ((bits >> _CUT) - code.first).clamp(min=code.least)
     return Quantized((codes * x.sign() if code.dtype.is_signed else codes).to(code.dtype), scales, code)
 
 
-def dequantize(quantized: Quantized) -> Tensor:
-    """Return the numbers that the codes stand for, fp32."""
-    codes, code = quantized.codes, quantized.code
+def dequantize(quantized: Quantized, is_fused: bool = False) -> Tensor:
+    """Return the numbers that the codes stand for, fp32. `is_fused`: as in `Rounding`."""
+    codes, scales, code = quantized.codes, quantized.scales, quantized.code
+    if is_fused and _has_whole_blocks(codes):
+        return compiled(_numbers_of_blocks)(_flat(codes), _flat(scales), code).view(codes.shape)
+    return _numbers(codes, scales, code)
+
+
+def _numbers(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
     bits = (codes.to(torch.int32).abs() + code.first) << _CUT
     magnitude = (bits.view(torch.float32) - code.offset) / (1 - code.offset)
     x = magnitude * codes.sign() if code.dtype.is_signed else magnitude
-    return _rows(_blocks(x) * quantized.scales, codes.shape)
+    return _rows(_blocks(x) * scales, codes.shape)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounds the numbers of a rank's part of a tensor at random, each by its place in the whole."""
+
+    at: Places
+    is_fused: bool
+    """True to round in one compiled kernel where each row is of whole blocks, as those of large matrices are: on a CPU
+    the numbers are the same."""
+
+    def quantize(self, x: Tensor, code: Code, *key: object) -> Quantized:
+        """Quantize `x` (fp32, finite, not a scalar) without bias; `key`: see `noise`."""
+        if not self._is_fused(x):
+            return quantize(x, code, noise(self.at, 20, *key))
+        codes, scales = compiled(_quantize_blocks)(_flat(x), self._starts(), code, *_halves(key))
+        return Quantized(codes.view(x.shape), scales.view(math.prod(x.shape[:-1]), -1, 1), code)
+
+    def to_bf16(self, x: Tensor, *key: object) -> Tensor:
+        """Round `x` (fp32, finite) to bf16 without bias; `key`: see `noise`."""
+        if not self._is_fused(x):
+            return round_to_bf16(x, noise(self.at, 16, *key))
+        rounded = compiled(_round_blocks)(_flat(x), self._starts(), *_halves(key))
+        return rounded.view(x.shape)
+
+    def _is_fused(self, x: Tensor) -> bool:
+        return self.is_fused and _has_whole_blocks(x)
+
+    def _starts(self) -> Tensor:
+        """Return the place of each block's first element: a part is a box, so the others follow."""
+        return _flat(functools.reduce(torch.add, (*self.at[:-1], self.at[-1][..., ::INT8_BLOCK])).contiguous())
+
+
+def _has_whole_blocks(x: Tensor) -> bool:
+    return x.ndim > 0 and x.numel() > 0 and x.shape[-1] % INT8_BLOCK == 0
+
+
+# These three take flat tensors, so that the compiler knows the width of a row and makes one graph for all shapes.
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1).data  # which is no view of another, whose shape would count too
+
+
+def _quantize_blocks(x: Tensor, start_N: Tensor, code: Code, before: int, midway: int) -> tuple[Tensor, Tensor]:
+    quantized = quantize(x.view(-1, INT8_BLOCK), code, _hashed(_places_of_blocks(start_N), 20, before, midway))
+    return quantized.codes, quantized.scales
+
+
+def _round_blocks(x: Tensor, start_N: Tensor, before: int, midway: int) -> Tensor:
+    return round_to_bf16(x.view(-1, INT8_BLOCK), _hashed(_places_of_blocks(start_N), 16, before, midway))
+
+
+def _numbers_of_blocks(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
+    return _numbers(codes.view(-1, INT8_BLOCK), scales.view(-1, 1, 1), code)
+
+
+def _places_of_blocks(start_N: Tensor) -> Tensor:
+    return start_N[:, None] + torch.arange(INT8_BLOCK, dtype=torch.int32, device=start_N.device)
 
 
 def _blocks(x: Tensor) -> Tensor:

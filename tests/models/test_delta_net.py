@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy import compiler
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
-from argosy.models import compiler, hf
+from argosy.models import hf
 from argosy.models.decoder import Decoder
 from argosy.models.delta_net import chunked_delta_rule, delta_scan, delta_step, places_in, short_convolution
 from argosy.models.hf_config import config_to_json

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from argosy import compiler
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.matmul import dense_by_group
-from argosy.models import compiler
 from argosy.models import experts as experts_module
 from argosy.models.experts import (
     Load,

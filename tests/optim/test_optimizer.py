@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from argosy import compiler
 from argosy.config.optimizer import OptimizerConfig, OptimizerGroup
 from argosy.models.decoder import Decoder
 from argosy.optim.optimizer import Optimizer
@@ -72,6 +73,19 @@ def test_parts_by_columns_become_what_the_whole_becomes_bit_for_bit():
     for piece in (whole, *parts):
         train([piece], config)
     assert torch.equal(torch.cat([part.value for part in parts], 1), whole.value)
+
+
+def test_compiled_kernels_narrow_and_widen_to_the_same_bits():
+    compiler.load()
+    config = OptimizerConfig(state="int8")
+    for shape, dim in (((16, 1024), 1), ((4, 80, 256), 0)):
+        whole = Piece("head.weight", normal(shape, "head").to(BF16), shape)
+        pieces = [part_of(whole, dim, 1, 2) for _ in range(2)]
+        states = []
+        for piece, is_compiled in zip(pieces, (False, True), strict=True):
+            optimizer = train([piece], config, optimizer=Optimizer([piece], config, is_compiled=is_compiled))
+            states.append({"value": piece.value} | optimizer.state_of(piece))
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 @pytest.mark.parametrize(("config", "dtype"), EVERY_KIND)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.models import compiler
+from argosy import compiler
 from argosy.models.decoder import Decoder
 from argosy.models.microbatch import Microbatch, microbatches
 from argosy.parallel.apply import compile_blocks

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from argosy.models import compiler
+from argosy import compiler
 from argosy.models.attention import AttentionCore, Documents, causal_attention, packed_attention
 from argosy.models.attention_kernels import (
     CPU_FLASH,

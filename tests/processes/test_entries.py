@@ -89,7 +89,7 @@ def test_every_module_that_is_started_has_a_main(module):
 def test_none_is_overlooked():
     assert {entry.module.removeprefix("argosy.") for entry in ENTRIES} == {
         "supervise.worker", "parallel.world", "resilience.node_check", "probe.probe", "parallel.apply",
-        "inference.members", "models.compiler",
+        "inference.members", "compiler",
     }  # fmt: skip
     assert {module.removeprefix("argosy.") for module in CHILDREN} == {
         "processes.fork_server", "checkpoint.writer", "data.worker", "supervise.coordinator",

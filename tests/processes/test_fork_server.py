@@ -44,7 +44,7 @@ def use_gpu() -> None:
 
 def load_compiler() -> None:
     """Entry of the fork server itself: import what a run that compiles needs."""
-    from argosy.models import compiler
+    from argosy import compiler
 
     compiler.load()
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from argosy import compiler
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -20,7 +21,7 @@ from argosy.inference.evaluate import evaluate
 from argosy.inference.huggingface import adapters_in, export_adapter, import_adapter, merge_checkpoint
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.resolve import check_parameters
-from argosy.models import compiler, hf, peft_adapter
+from argosy.models import hf, peft_adapter
 from argosy.models.dropout import is_kept, mask_keys, mask_keys_of_layer, salt_of
 from argosy.models.microbatch import microbatches, with_mask_keys
 from argosy.models.quantised_weight import QuantisationScheme

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.accelerator import CPU, sent_to
+from argosy.compiler import outside_graphs, varies
 from argosy.config.model import ModelConfig
 from argosy.models.attention_kernels import products_are_faster
 from argosy.models.banded_attention import banded_attention
-from argosy.models.compiler import outside_graphs, varies
 from argosy.models.layers import itself, linear, local, norm, plain_rms_norm
 from argosy.models.rope import rotate
 from argosy.plan.layer_spec import layer_spec

@@ -8,13 +8,13 @@ is between the products is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.compiler import compiled
 from argosy.matmul import MKL_IS_SLOW
 
 # B batch, T tokens, K key/value heads, G query heads for each of those, C = B K, E head width; of a tile: N rows
@@ -95,7 +95,7 @@ class _Tile(NamedTuple):
         """Call what is compiled for all shapes. Rows of all heads are one dim: it has another size than S."""
         places_S = torch.arange(self.queries.stop, dtype=torch.float32)  # in what the compiler compares fastest
         places_R1 = places_S[self.queries].repeat(len(given_CNX[0]) * self.group)[:, None]
-        found = compiled_by_torch(function)(*(x.flatten(0, 1) for x in given_CNX), places_R1, places_S, scale)
+        found = compiled(function)(*(x.flatten(0, 1) for x in given_CNX), places_R1, places_S, scale)
         return [x.unflatten(0, (len(given_CNX[0]), -1)) for x in found]
 
 
@@ -155,8 +155,3 @@ def _gradients(
 def _seen(high_RS: Tensor, low_RS: Tensor, places_R1: Tensor, places_S: Tensor, scale: float) -> Tensor:
     """Return the scores in fp32; -inf for what comes after the query's own place."""
     return torch.where(places_S <= places_R1, (high_RS.float() + low_RS.float()) * scale, -torch.inf)
-
-
-@cache
-def compiled_by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from argosy.compiler import operator
 from argosy.models.attention_kernels import SEES_EARLIER, Kernel, VisibleKeys, add_sinks, gradient_of_sinks, kernel_for
-from argosy.models.compiler import operator
 
 # N queries and M keys of all rows and documents laid end to end, H query heads, K key/value heads, E head width
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
+from argosy.compiler import operator
 from argosy.config.model import ModelConfig
 from argosy.models.attention import Documents
-from argosy.models.compiler import operator
 from argosy.models.layers import linear, local, rms_norm
 from argosy.plan.layer_spec import DELTA_CHUNK as CHUNK
 from argosy.plan.parameters import delta_net_table

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.accelerator import is_accelerator
+from argosy.compiler import outside_graphs
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.matmul import dense_by_group
-from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, held, linear, local
 from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight, multiply
 from argosy.models.router import Router, Routing

@@ -47,8 +47,12 @@ class Optimizer:
         seed: int = 0,
         own: Callable[[OptimizerConfig], UpdateRule] | None = None,
         rate_factor: RateFactor = no_factor,
+        is_compiled: bool = False,
     ):
-        """`own` makes the rule that `config.kind` names, if it is the user's. `rate_factor`: see `settings_of`."""
+        """`own` makes the rule that `config.kind` names, if it is the user's. `rate_factor`: see `settings_of`.
+
+        is_compiled: True if what narrows and widens numbers goes through torch.compile, loaded by `compiler.load`.
+        """
         self._lr = config.lr
         self._rules = {name: rule(config) for name, rule in OPTIMIZER_RULES.items()} | (
             {config.kind: own(config)} if own else {}
@@ -58,7 +62,8 @@ class Optimizer:
             if piece.value.dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"{piece.name} is {piece.value.dtype}; an optimizer updates fp32 or bf16")
             settings = settings_of(piece.name, piece.shape, config, rate_factor)
-            self._slots[piece.name] = Slot(piece, settings, seed, self._rules[settings.rule].moments)
+            moments = self._rules[settings.rule].moments
+            self._slots[piece.name] = Slot(piece, settings, seed, moments, is_compiled)
         assert len(self._slots) == len(pieces), "two pieces of one name"
         self._is_prepared = False
         self._groups: dict[ParameterSettings, list[Slot]] = {}
@@ -144,10 +149,14 @@ class Optimizer:
         slot.steps = int(state["step"])
 
 
-def optimizer_of(run: RunConfig, pieces: Sequence[Piece]) -> Optimizer:
-    """Return the optimizer of these pieces, before its first step. Raises: UserError for a rule that does not exist."""
+def optimizer_of(run: RunConfig, pieces: Sequence[Piece], is_compiled: bool = False) -> Optimizer:
+    """Return the optimizer of these pieces, before its first step; `is_compiled`: see `Optimizer`.
+
+    Raises: UserError for a rule that does not exist.
+    """
     own = user_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in OPTIMIZER_RULES else None
-    return Optimizer(pieces, run.optimizer, run.seed, own, partial(rate_factor, model=run.model))
+    factor = partial(rate_factor, model=run.model)
+    return Optimizer(pieces, run.optimizer, run.seed, own, factor, is_compiled)
 
 
 class UpdateRule(ABC):

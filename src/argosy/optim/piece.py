@@ -14,13 +14,11 @@ from argosy.config.optimizer import ParameterSettings
 from argosy.precision import (
     SIGNED,
     UNSIGNED,
-    Places,
     Quantized,
+    Rounding,
     dequantize,
-    noise,
     places,
     quantize,
-    round_to_bf16,
 )
 
 
@@ -74,10 +72,12 @@ class Slot:
     seed: int
     names: tuple[str, ...]
     """Names of its moments."""
+    is_compiled: bool = False
+    """True if what narrows and widens numbers goes through torch.compile."""
     steps: int = 0
     """Steps taken."""
     _moments: dict[str, Tensor | Quantized] = field(default_factory=dict)
-    _places: Places | None = None
+    _rounding: Rounding | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -94,8 +94,11 @@ class Slot:
         if not self._moments:
             like = self.piece.value.detach()
             for name in self.names:
-                self._keep(name, torch.zeros_like(like, dtype=torch.float32), None)
-        return {n: dequantize(m) if isinstance(m, Quantized) else m for n, m in self._moments.items()}
+                self._keep(name, torch.zeros_like(like, dtype=torch.float32))
+        return {
+            name: dequantize(moment, self.is_compiled) if isinstance(moment, Quantized) else moment
+            for name, moment in self._moments.items()
+        }
 
     def kept(self) -> dict[str, Tensor]:
         """Return the live tensors that hold the moments; none before the first step."""
@@ -115,7 +118,7 @@ class Slot:
                 raise ValueError(f"{self.piece.name}: {name} is {list(value.shape)}, not {list(live.shape)}")
             if value.data_ptr() != live.data_ptr():  # else filled already, as those of a checkpoint are
                 live.copy_(value)
-            self._keep(name, live, None)
+            self._keep(name, live)
 
     def gradient(self) -> Tensor:
         """Return the gradient, fp32 with the local shape. Raises: ValueError if the piece has none."""
@@ -134,20 +137,22 @@ class Slot:
 
     def close(self, update: ParameterUpdate) -> None:
         """Store the tensors after the step, rounded without bias where they are kept in fewer bits."""
+        key = self.seed, self.steps, self.piece.name
         if self.settings.int8:
             for name, moment in update.moments.items():
-                self._keep(name, moment, self._noise(20, name))
+                self._moments[name] = self._at_random().quantize(moment, MOMENT_CODES[name], *key, name)
         value = self.piece.value.detach()
         if value.dtype == torch.bfloat16:
-            value.copy_(round_to_bf16(update.weight, self._noise(16, "weight")))
+            value.copy_(self._at_random().to_bf16(update.weight, *key, "weight"))
 
-    def _keep(self, name: str, moment: Tensor, random: Tensor | None) -> None:
-        self._moments[name] = quantize(moment, MOMENT_CODES[name], random) if self.settings.int8 else moment
+    def _keep(self, name: str, moment: Tensor) -> None:
+        self._moments[name] = quantize(moment, MOMENT_CODES[name]) if self.settings.int8 else moment
 
-    def _noise(self, bits: int, what: str) -> Tensor:
-        if self._places is None:
-            self._places = places(self.piece.shape, self.piece.scatter, self.piece.value.device)
-        return noise(self._places, bits, self.seed, self.steps, self.piece.name, what)
+    def _at_random(self) -> Rounding:
+        if self._rounding is None:
+            at = places(self.piece.shape, self.piece.scatter, self.piece.value.device)
+            self._rounding = Rounding(at, self.is_compiled)
+        return self._rounding
 
 
 @contextmanager

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from argosy import compiler
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.config.train import BUILTIN_LOSSES
-from argosy.models import compiler
 from argosy.models.adapters import add_adapters, quantise
 from argosy.models.decoder import Block, Decoder
 from argosy.models.delta_net import GatedDeltaNet

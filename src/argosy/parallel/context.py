@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from argosy.compiler import operator, outside_graphs
 from argosy.models.attention import Documents, packed_attention
 from argosy.models.attention_kernels import SEES_ALL, SEES_EARLIER, Kernel, add_sinks, gradient_of_sinks, kernel_for
-from argosy.models.compiler import operator, outside_graphs
 from argosy.models.delta_net import DeltaStreams, DeltaWeights, delta_attention
 from argosy.parallel import halo
 from argosy.parallel.transpose import exchange

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.compiler import outside_graphs
 from argosy.models.attention import Documents
 from argosy.models.banded_attention import banded_attention
-from argosy.models.compiler import outside_graphs
 
 # B rows, T tokens of this rank, M those with halos, H query heads, K key/value heads, E head width
 

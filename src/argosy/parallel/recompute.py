@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from argosy.models import compiler
-from argosy.models.compiler import outside_graphs
+from argosy import compiler
+from argosy.compiler import outside_graphs
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.observe.wire import tensors_in
 from argosy.plan.cost.layer_memory import KEPT_FLOPS_PER_BYTE

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import argosy
+from argosy import compiler
 from argosy.accelerator import kind_of, synchronize
 from argosy.config.data import PrepareConfig
 from argosy.config.model import ModelConfig
@@ -30,7 +31,6 @@ from argosy.data.prepare import prepare
 from argosy.errors import UserError
 from argosy.files import sync
 from argosy.matmul import dense
-from argosy.models import compiler
 from argosy.models.attention import Documents, packed_attention
 from argosy.models.attention_kernels import products_are_faster
 from argosy.models.decoder import Decoder

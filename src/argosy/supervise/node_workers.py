@@ -38,7 +38,7 @@ WORKER_ENTRY = ForkEntry(WORKER_MODULE)
 """A worker process."""
 WORKERS_IMPORTS = ForkEntry("argosy.parallel.apply", "load")
 """Imports what the workers of a plan need beside `WORKER_ENTRY`."""
-COMPILER = ForkEntry("argosy.models.compiler", "load")
+COMPILER = ForkEntry("argosy.compiler", "load")
 """The part of that which takes as long as torch, and which nearly every plan needs: known before there is a plan."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""

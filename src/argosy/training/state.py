@@ -91,7 +91,7 @@ class TrainState:
     def begin(cls, model: ParallelModel, plan: Plan, run: RunConfig) -> TrainState:
         """Return the state of a run before its first step, with the weights that `model` has."""
         scaler = LossScaler() if plan.precision == "fp16" else LossScaler(scale=1.0, growth_steps=0)
-        return cls(model, optimizer_of(run, model.masters), scaler)
+        return cls(model, optimizer_of(run, model.masters, plan.compile), scaler)
 
     @property
     def position(self) -> Position:

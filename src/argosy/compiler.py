@@ -64,6 +64,12 @@ def is_loaded() -> bool:
     return "torch._dynamo" in sys.modules and not _outside_graphs
 
 
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled for all shapes, and for all integers among its arguments, by the loaded compiler."""
+    return torch.compile(function, dynamic=True)
+
+
 def varies(*tensors: torch.Tensor) -> None:
     """Tell the compiler, if it is loaded, that these tensors' lengths differ from batch to batch.
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from argosy.models.compiler import drop_damaged_libraries
+from argosy.compiler import drop_damaged_libraries
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 CODE = """
 import _ctypes, json, os, platform, shutil, sys
 from pathlib import Path
 import argosy.supervise.worker
-from argosy.models import attention, compiler
+from argosy import compiler
+from argosy.models import attention
 from argosy.parallel import halo, recompute
 from argosy.parallel.world import World
 from tiny import EAGER, run_config, train_in
