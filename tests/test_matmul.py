@@ -22,6 +22,7 @@ from argosy.matmul import (
 from argosy.models.layers import Linear
 from argosy.precision import use_fp8
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 WITH_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 
@@ -183,8 +184,10 @@ def test_torch_takes_blocks_as_they_are_laid_out(rows: int, inputs: int, outputs
     assert blocks_by_kernel(*rows_by_block(x), *of_weight).shape == slopes.shape
     assert blocks_by_kernel(*rows_by_block(slopes), *tiles_in_fp8(weight.mT)).shape == x.shape
     assert blocks_by_kernel(*rows_by_block(slopes.mT), *rows_by_block(x.mT)).shape == weight.shape
-    with pytest.raises(RuntimeError, match="blockwise scaling"):  # so it does look
-        blocks_by_kernel(*rows_by_block(x), of_weight[0], of_weight[1].new_empty(outputs // 128, 1 + inputs // 128 + 4))
+    if TORCH < (2, 14):  # it did look at factors; later ones look on a GPU alone
+        with pytest.raises(RuntimeError, match="blockwise scaling"):
+            wide = of_weight[1].new_empty(outputs // 128, 1 + inputs // 128 + 4)
+            blocks_by_kernel(*rows_by_block(x), of_weight[0], wide)
 
 
 @pytest.mark.parametrize(

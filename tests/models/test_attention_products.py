@@ -35,7 +35,7 @@ def errors(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> Iterator[floa
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("size", "bar"), [(1.0, ROUNDED), (30.0, 2 * ROUNDED)], ids=["usual", "scores of hundreds"])
 def test_results_and_gradients_are_those_of_exact_arithmetic(tokens, kv_heads, size, bar, monkeypatch):
-    monkeypatch.setattr(products, "compiled_by_torch", lambda function: function)
+    monkeypatch.setattr(products, "compiled", lambda function: function)
     monkeypatch.setattr(products, "TILE_QUERIES", 128)  # several parts, of several heads each
     monkeypatch.setattr(products, "SCORES", 3 * 128 * 384)
     q, k, v, dy = inputs(2, tokens, 4, kv_heads, size)
@@ -71,7 +71,7 @@ def test_compiled_code_computes_rows_so(lengths):
 
 
 def test_each_document_is_computed_by_itself_and_short_ones_by_the_usual_kernel(lengths, monkeypatch):
-    monkeypatch.setattr(products, "compiled_by_torch", lambda function: function)
+    monkeypatch.setattr(products, "compiled", lambda function: function)
     q, k, v, _ = (x.flatten(0, 1) for x in inputs(2, 96, 2, 2))
     starts = torch.tensor([0, 70, 96, 192], dtype=torch.int32)
     y, other = (banded_attention(q, k, v, starts, starts, by_products=chosen) for chosen in (True, False))

@@ -117,7 +117,7 @@ def _scatter(args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
 
 
 def _gather(args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
-    """(outputs, inputs, group, root, ...)"""
+    """(outputs, input, group, root, ...)"""
     return 0.0 if args[3] == group.rank() else nbytes(args[1])
 
 
@@ -143,6 +143,7 @@ COLLECTIVES: dict[str, tuple[str, Sent]] = {
     "broadcast_": ("broadcast", _circling(0)),
     "reduce_": ("reduce", _circling(0)),
     "gather_": ("gather", _gather),
+    "gather_into_tensor_": ("gather", _gather),  # from torch 2.14 on
     "scatter_": ("scatter", _scatter),
     "barrier": ("barrier", _nothing),
     "monitored_barrier_": ("barrier", _nothing),
