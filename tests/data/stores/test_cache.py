@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,15 @@ def test_a_dead_process_pins_nothing(cache: Cache) -> None:
     assert len(list((cache.folder / "readers").glob("*.plan"))) == 1
     assert all(put(cache, block) for block in range(5))
     assert not list((cache.folder / "readers").iterdir())
+
+
+def test_any_number_of_ranks_may_begin_a_new_cache_at_once(tmp_path: Path) -> None:
+    def begins(folder: Path) -> None:
+        Reader(Cache(CacheConfig(folder=str(folder)))).close()
+
+    with ThreadPoolExecutor(8) as ranks:
+        for run in range(20):
+            list(ranks.map(begins, [tmp_path / str(run)] * 16))
 
 
 def test_one_fetches_a_block_while_others_leave_it(cache: Cache) -> None:

@@ -66,9 +66,10 @@ class Cache:
         self.folder, self.timeout_s = config.path, config.timeout_s
         self._mutex = threading.Lock()
         try:
-            self._make()
+            self._check_folder()
             self._lock_file: IO[Any] = (self.folder / "lock").open("a+b")
-            with self._locked():
+            with self.locked():
+                self._make()
                 if not self._live():
                     for left in (self.folder / "readers").iterdir():
                         left.unlink(missing_ok=True)
@@ -152,7 +153,7 @@ class Cache:
         False, and nothing counted, if there is no room. Raises: OSError.
         """
         wanted = blocks * CHECKSUM_BLOCK_BYTES
-        with self._locked():
+        with self.locked():
             missing = self._used() + wanted - self.capacity
             if missing > 0:
                 self._set_used(
@@ -165,12 +166,12 @@ class Cache:
 
     def give_back(self, blocks: int) -> None:
         """Count `blocks` fewer: they were not stored."""
-        with self._locked():
+        with self.locked():
             self._set_used(max(self._used() - blocks * CHECKSUM_BLOCK_BYTES, 0))
 
     def disk_is_full(self, problem: OSError) -> None:
         """Use no more room than is used now: the disk refused it."""
-        with self._locked():
+        with self.locked():
             self.capacity = (
                 max(min(self.capacity, self._used() - CHECKSUM_BLOCK_BYTES), 0)
                 // CHECKSUM_BLOCK_BYTES
@@ -178,15 +179,16 @@ class Cache:
             )
         self.problem = f"{problem.strerror or problem}"
 
-    def _make(self) -> None:
+    def _check_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / CACHE_MARK).exists() and {path.name for path in self.folder.iterdir()} - CACHE_NAMES:
+            raise UserError(f"data.cache.folder = {self.folder}: holds something else. Choose an empty or new folder.")
+
+    def _make(self) -> None:
+        """Mark the folder as a cache, or read its mark. Other processes, which may do the same, wait meanwhile."""
         mark = self.folder / CACHE_MARK
         if not mark.exists():
-            if {path.name for path in self.folder.iterdir()} - CACHE_NAMES and not mark.exists():
-                raise UserError(
-                    f"data.cache.folder = {self.folder}: holds something else. Choose an empty or new folder."
-                )
-            with suppress(FileNotFoundError), atomic_write(mark) as file:  # another process may be as far
+            with atomic_write(mark) as file:
                 file.write(json.dumps(CACHE_FORMAT).encode())
         try:
             is_ours = json.loads(mark.read_bytes()) == CACHE_FORMAT
@@ -201,7 +203,8 @@ class Cache:
             (self.folder / name).mkdir(exist_ok=True)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Have the cache alone, among all threads and processes."""
         with self._mutex:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX)
             try:
@@ -238,7 +241,7 @@ class Cache:
     @property
     def readers(self) -> int:
         """Processes that have a plan now."""
-        with self._locked():
+        with self.locked():
             return len(self._live())
 
     def _evict(self, blocks: int, due: int) -> int:
@@ -294,10 +297,9 @@ class Reader:
 
     def __init__(self, cache: Cache):
         self._path = cache.folder / "readers" / f"{os.getpid()}-{uuid.uuid4().hex[:8]}.plan"
-        fresh = self._path.with_suffix(".new")
-        self._file = fresh.open("wb")
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # before it has its name: a plan without a lock is a dead reader's
-        fresh.replace(self._path)
+        with cache.locked():  # a process that opens the cache clears away plans without a lock: those of dead readers
+            self._file = self._path.open("wb")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def write(self, keys: U64, dues: U32, pinned: int) -> None:
         """Tell the others what is needed when; what is needed within `pinned` steps is not taken away.
