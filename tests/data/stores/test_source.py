@@ -105,6 +105,14 @@ def test_a_block_damaged_in_the_cache_is_fetched_again(cache: Cache, prepared: P
         assert source.store_folder.news[0][0] == "block_damaged"
 
 
+def test_checksums_damaged_in_the_cache_are_fetched_again(cache: Cache, prepared: Path) -> None:
+    StoreSource(StoreFolder(f"file://{prepared}", cache)).tokens(0, 1000)
+    for path in (cache.folder / "shards").glob("*/crc32"):
+        path.write_bytes(bytes(path.stat().st_size))
+    source = StoreSource(StoreFolder(f"file://{prepared}", cache))
+    assert np.array_equal(source.tokens(0, 1000), TokenSource(prepared).tokens(0, 1000))
+
+
 def test_a_block_that_is_damaged_in_the_store_names_its_shard(cache: Cache, prepared: Path) -> None:
     path = prepared / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")

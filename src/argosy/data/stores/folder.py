@@ -256,7 +256,7 @@ class StoreFolder:
                 return {block: bytes(content) for block, content in found.items()}
             self.news.append(("block_damaged", {"shard": f"{self.url}/{shard.name}.bin", "block": bad[0]}))
             if attempt + 1 < BLOCK_FETCHES:
-                sums = self.checksums(shard, again=True)  # they may be what is damaged
+                sums = self._sums[shard.name] = self.checksums(shard, again=True)  # they may be what is damaged
         raise DataError(
             f"{self.url}/{shard.name}.bin: the block at byte {bad[0] * CHECKSUM_BLOCK_BYTES} does not match its "
             f"checksum, though it was fetched {BLOCK_FETCHES} times. Copy the shard there again, or prepare the data "
