@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.data import filters, worker
 from argosy.data import prepare as module
 from argosy.data.crew import LEAST_AHEAD
+from argosy.data.documents import InputPiece
 from argosy.data.manifest import TOKENIZER
 from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import Tokenizer
-from argosy.data.work import WorkFolder, WorkState
+from argosy.data.work import Chunk, PrepareTask, WorkFolder, WorkState
 from argosy.errors import UserError
 
 pytest.importorskip("datatrove", reason="pip install 'argosy[filters]'")
@@ -168,6 +170,22 @@ def test_repeated_is_what_a_loop_over_all_would_find(documents: list[list[int]],
         expected |= {number} if seen & set(keys) else set()
         seen |= set(keys)
     assert found == expected
+
+
+def test_keys_of_any_number_of_files_are_compared_with_few_open(tmp_path: Path) -> None:
+    folder, files = WorkFolder(tmp_path / "work"), 200
+    folder.make({"fingerprint": ""}, [], [])
+    for piece in range(files):
+        keys = Chunk({"marks": []}, filters.as_arrays([(0, [piece // 2])]), 1, True)
+        folder.write(PrepareTask(worker.KEYS_OUTPUT, piece), 0, keys, "")
+    stages = worker.Stages(None, folder, [], [InputPiece(n, n + 1) for n in range(files)])  # type: ignore[arg-type]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + files // 2, hard))
+    try:
+        [found] = stages.make(PrepareTask(worker.DUPLICATES_OUTPUT, 0), 1, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.arrays["pieces"].tolist() == list(range(1, files, 2))
 
 
 def test_a_long_document_has_the_same_signature_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,10 +345,13 @@ def bounds(part: int, parts: int) -> tuple[np.uint64, np.uint64]:
 
 
 def within(arrays: Mapping[str, Numbers], least: np.uint64, most: np.uint64) -> tuple[Numbers, Numbers, Numbers]:
-    """Return keys, documents and exactness of the keys between two, of what `as_arrays` has made."""
+    """Return keys, documents and exactness of the keys between two, of what `as_arrays` has made.
+
+    They are copies: views would keep each of thousands of files mapped, and open.
+    """
     keys = arrays["keys"]
     first, end = np.searchsorted(keys, least, "left"), np.searchsorted(keys, most, "right")
-    return keys[first:end], arrays["numbers"][first:end], arrays["exact"][first:end]
+    return keys[first:end].copy(), arrays["numbers"][first:end].copy(), arrays["exact"][first:end].copy()
 
 
 def repeated(found: Iterable[tuple[int, tuple[Numbers, Numbers, Numbers]]]) -> dict[str, Numbers]:
@@ -359,6 +362,7 @@ def repeated(found: Iterable[tuple[int, tuple[Numbers, Numbers, Numbers]]]) -> d
     found = list(found)
     pieces = np.concatenate([np.full(len(keys), piece) for piece, (keys, _, _) in found])
     keys, numbers, exact = (np.concatenate([part[at] for _, part in found]) for at in range(3))
+    del found
     order = np.lexsort((numbers, pieces, keys))
     keys, pieces, numbers, exact = keys[order], pieces[order], numbers[order], exact[order]
     again = np.flatnonzero(keys[1:] == keys[:-1]) + 1
