@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ from hypothesis import strategies as st
 from argosy.config.data import DataConfig, DataStage, PrepareConfig
 from argosy.config.train import BatchSizes
 from argosy.data.loader import OpenData, open_data
-from argosy.data.order import Samples
+from argosy.data.order import Order, Samples
 from argosy.data.shards import BadShard
 from argosy.data.tokenizer import train
 from argosy.errors import DataError, UserError
@@ -221,3 +225,31 @@ def test_the_samples_that_are_fetched_ahead_are_those_of_the_steps_also_in_a_ram
     assert steps.tolist() == [step for step in range(1, 5) for _ in range(len(loader.samples(step).windows))]
     assert ahead.windows.tolist() == one_by_one.windows.tolist()
     assert ahead.sources.tolist() == one_by_one.sources.tolist()
+
+
+def test_samples_that_are_looked_up_while_the_order_changes_are_not_kept(mixed: OpenData) -> None:
+    order, is_asked, may_go_on = Shifted(mixed.order), Event(), Event()
+    loader = replace(mixed, order=order).loader(slice(0, GLOBAL_BATCH))
+    with ThreadPoolExecutor(1) as thread:
+        order.on_samples = lambda: (is_asked.set(), may_go_on.wait())
+        before = thread.submit(loader.read, 0)
+        is_asked.wait()
+        order.shift, order.on_samples = GLOBAL_BATCH, lambda: None
+        loader.again()
+        may_go_on.set()
+        assert np.array_equal(before.result(), all_rows(mixed, 1)[0])
+    assert np.array_equal(loader.read(0), all_rows(mixed, 2)[1])
+    loader.close()
+
+
+class Shifted:
+    """An order that begins `shift` samples later."""
+
+    def __init__(self, order: Order):
+        self._order, self.shift = order, 0
+        self.on_samples: Callable[[], object] = lambda: None
+
+    def samples(self, start: int, stop: int) -> Samples:
+        shift = self.shift
+        self.on_samples()
+        return self._order.samples(start + shift, stop + shift)

@@ -94,7 +94,7 @@ class Loader:
     def again(self) -> None:
         """Look the samples up again: the order has changed from some step on."""
         self._forget()
-        self._locate.cache_clear()
+        self._locate = lru_cache(2)(self._locate_block)  # a read under way puts what it finds into the one before
         if self._ahead is not None:
             self._ahead.forget()
 
