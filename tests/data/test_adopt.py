@@ -9,8 +9,8 @@ import pytest
 from argosy.data.adopt import adopt
 from argosy.data.manifest import Manifest, verify
 from argosy.data.shards import TokenSource
-from argosy.data.tokenizer import Tokenizer
-from argosy.errors import UserError
+from argosy.data.tokenizer import Tokenizer, train
+from argosy.errors import DataError, UserError
 
 
 def megatron_shard(prefix: Path, tokens: list[int], code: int = 8, dtype: str = "<u2") -> None:
@@ -64,3 +64,12 @@ def test_mixed_dtypes_are_refused(foreign: Path, tokenizer_json: Path) -> None:
     megatron_shard(foreign / "web_2_text", [1, 2], code=4, dtype="<i4")
     with pytest.raises(UserError, match=r"several dtypes.*web_2_text\.idx: int32"):
         adopt(foreign, tokenizer_json)
+
+
+def test_a_tokenizer_that_does_not_fit_leaves_the_folder_as_it_was(foreign: Path, tokenizer_json: Path) -> None:
+    adopt(foreign, tokenizer_json)
+    before = {path.name: path.read_bytes() for path in foreign.iterdir()}
+    smaller = train(["another text"], 260, foreign.parent / "smaller.json")
+    with pytest.raises(DataError, match=f"the vocabulary has {smaller.vocab_size} tokens"):
+        adopt(foreign, foreign.parent / "smaller.json")
+    assert {path.name: path.read_bytes() for path in foreign.iterdir()} == before

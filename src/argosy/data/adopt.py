@@ -28,8 +28,10 @@ def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
     folder = Path(folder)
     if not (indices := sorted(folder.glob("*.idx"))):
         raise UserError(f"{folder}: no .idx files here. Name the folder that holds the .bin/.idx pairs to adopt.")
-    _copy_tokenizer(tokenizer_file(Path(tokenizer)), folder)
-    mine = Tokenizer.load(folder / TOKENIZER)
+    given = tokenizer_file(Path(tokenizer))
+    if not given.exists():
+        raise UserError(f"tokenizer = {given}: there is no such file. Name the tokenizer.json that made the shards.")
+    mine = Tokenizer.load(given)
     dtypes = {path.name: ShardIndex.read(path).dtype for path in indices}
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name}: {dtype.name}" for name, dtype in dtypes.items())
@@ -47,16 +49,11 @@ def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
         text_bytes_estimated=True,
         splits={name: tuple(shards) for name, shards in splits.items()},
     )
+    if given.resolve() != (folder / TOKENIZER).resolve():
+        with atomic_write(folder / TOKENIZER) as file:
+            file.write(given.read_bytes())
     manifest.save(folder)
     return manifest
-
-
-def _copy_tokenizer(path: Path, folder: Path) -> None:
-    if not path.exists():
-        raise UserError(f"tokenizer = {path}: there is no such file. Name the tokenizer.json that made the shards.")
-    if path.resolve() != (folder / TOKENIZER).resolve():
-        with atomic_write(folder / TOKENIZER) as file:
-            file.write(path.read_bytes())
 
 
 def _split_of(name: str) -> SplitName:
