@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,14 @@ def test_bad_lines_are_counted_or_refused_with_their_place(config: PrepareConfig
         prepare(strict)
 
 
+def test_half_of_a_surrogate_pair_is_bad_input(config: PrepareConfig, tmp_path: Path) -> None:
+    lines = [json.dumps(chat(1)), json.dumps(chat(2)).replace("It is 4", "It is \\ud83d")]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    manifest = prepare(config)
+    assert manifest.skipped == {"broken UTF-8": 1}
+    assert manifest.skipped_at["broken UTF-8"][0].endswith("chats.jsonl, line 2 (half of a surrogate pair)")
+
+
 def test_the_first_places_of_many_bad_lines_are_kept(config: PrepareConfig, tmp_path: Path) -> None:
     lines = [json.dumps(chat(n)) if n % 20 else "{" for n in range(GOOD)]
     (tmp_path / "chats.jsonl").write_text("\n\n".join(lines))
@@ -198,3 +208,14 @@ def test_parquet_holds_conversations(config: PrepareConfig, tmp_path: Path) -> N
     jsonl = prepare(config)
     found = prepare(config.model_copy(update={"input": (str(tmp_path / "chats.parquet"),), "out": tmp_path / "tables"}))
     assert found.splits == jsonl.splits
+
+
+def test_messages_may_have_a_time_and_other_columns_that_json_lacks(config: PrepareConfig, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    extra = {"timestamp": datetime(2024, 7, 26, tzinfo=UTC), "price": Decimal("1.5"), "hash": b"\xff"}
+    rows = [{"messages": [{**message, **extra} for message in chat(n)["messages"]]} for n in range(4)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "timed.parquet")
+    manifest = prepare(config.model_copy(update={"input": (str(tmp_path / "timed.parquet"),)}))
+    assert len(texts(config.out, manifest)) == 4

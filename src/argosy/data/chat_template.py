@@ -94,7 +94,7 @@ class ChatTemplate:
         needs_cuts(text): True if the text may have to be cut.
         """
         messages, tools = conversation.messages, conversation.tools
-        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (BEGIN_ANSWER, END_ANSWER)):
+        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (BEGIN_ANSWER, END_ANSWER)):
             raise BadRecord(UNSHOWN_ANSWERS, "a message holds the characters U+FDD0 or U+FDD1")
         marked = self._text(messages, tools)
         text = marked.replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")

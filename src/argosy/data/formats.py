@@ -275,6 +275,8 @@ def _document(record: Record, where: str, document_of: Callable[[Record], str]) 
         return Text(document_of(record).encode())
     except BadRecord as bad:
         return BadInput(bad.kind, f"{where}: {bad.detail}")
+    except UnicodeEncodeError:
+        return BadInput(BROKEN_UTF8, f"{where} (half of a surrogate pair)")
 
 
 def _field_text(value: Any, where: str, url: str = "") -> Text | BadInput:
