@@ -219,3 +219,8 @@ def test_messages_may_have_a_time_and_other_columns_that_json_lacks(config: Prep
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "timed.parquet")
     manifest = prepare(config.model_copy(update={"input": (str(tmp_path / "timed.parquet"),)}))
     assert len(texts(config.out, manifest)) == 4
+
+
+def test_the_command_that_prepares_them_again_says_for_which_objective(config: PrepareConfig) -> None:
+    command = prepare(config).prepare_command(config.out)
+    assert f"chats.jsonl --objective sft --validation-fraction 0.1 --shard-tokens 1500 --seq-len {SEQ_LEN}" in command

@@ -14,13 +14,13 @@ import zlib
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from argosy.config.data import PrepareConfig, RowKind
+from argosy.config.data import Objective, PrepareConfig, RowKind, row_kind
 from argosy.data.packing import ID_BITS
 from argosy.errors import DataError, UserError, counted, first_error
 from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
@@ -32,7 +32,7 @@ BEGIN_OPTION = "begin"
 
 PREPARE_SETTINGS = (
     *("vocab_size", "field", "validation_fraction", "max_text_bytes", "shard_tokens", "on_bad_input"),
-    *("objective", "seq_len"),
+    *("extensions", "seq_len"),
 )
 """Options of `prepare` that the manifest knows by their values."""
 
@@ -242,6 +242,8 @@ class Manifest(_Record):
         """Return the command that prepares the same folder, as far as the manifest tells."""
         defaults = PrepareConfig()
         words = list(self.options.get("input", ())) or ["TEXT"]
+        if self.rows is not None:
+            words += ["--objective", next(name for name in get_args(Objective)[1:] if row_kind(name) == self.rows.kind)]
         for key in PREPARE_SETTINGS:
             value = self.options.get(key)
             for each in value if isinstance(value, list) else [value]:
