@@ -61,6 +61,13 @@ def test_what_is_no_regular_file_is_refused_whatever_its_length(folder: Path, na
         verify(folder)
 
 
+def test_a_manifest_that_cannot_be_read_is_refused(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+    with pytest.raises(UserError, match=r"manifest\.json: cannot be read \(not a regular file\)"):
+        Manifest.load(folder)
+
+
 @pytest.mark.parametrize("content", ["{", '{"format": 2}', "[]"])
 def test_damaged_manifest_is_refused(folder: Path, content: str) -> None:
     (folder / "manifest.json").write_text(content)

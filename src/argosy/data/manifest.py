@@ -218,6 +218,8 @@ class Manifest(_Record):
             raise UserError(f"{folder}: no prepared data here ({DATA_MANIFEST} is missing). {_how_to_fill(folder)}")
         try:
             return cls.model_validate_json(read_at_most(path, MOST_MANIFEST_BYTES))
+        except OSError as problem:
+            raise UserError(f"{path}: cannot be read ({problem.strerror}). Restore the file.") from None
         except ValidationError as error:
             raise UserError(
                 f"{path}: {first_error(error)}. It is damaged or of another version: delete {folder} and prepare it "
