@@ -243,12 +243,15 @@ def test_pruning_can_spare_what_was_not_read_back_yet(tmp_path):
     assert steps(tmp_path) == [3, 4, 5, 6, 7]
 
 
-def test_removing_a_checkpoint_begins_with_its_manifest(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_removed_is_gone_at_once_and_what_a_kill_leaves_is_swept_away(tmp_path, monkeypatch):
     folder = write(tmp_path, 4)
-    met = []
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: met.append(steps(tmp_path)))
-    store.remove(folder)
-    assert met == [[]]
+    with monkeypatch.context() as killed:
+        met = []
+        killed.setattr(shutil, "rmtree", lambda *_, **__: met.append(steps(tmp_path)))
+        store.remove(folder)
+        assert met[-1] == []
+    store.sweep(tmp_path, generation=0)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_a_commit_waits_for_the_disk(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
     checkpoints/step-00000100/                      rank-00000.safetensors ..., manifest.json, verified.json
     checkpoints/step-00000200.generation-0002.partial/   being written, by the processes of generation 2
     checkpoints/step-00000050.withdrawn/            found damaged, kept to be looked at
-    checkpoints/step-00000040.generation-0001.partial.gone/   of a generation that is over, to be deleted
+    checkpoints/step-00000030.gone/                 to be deleted, also unfinished ones of a generation that is over
 
 A checkpoint is committed by renaming its folder, once all its files and the manifest, with the checksum of each, are on
 the disk. The marker verified.json is added when every byte was read back and found as it was written. Only the standard
@@ -15,6 +15,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -253,9 +254,9 @@ def prune(
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint's folder; its manifest goes first, so that no reader meets a part of it."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete a checkpoint's folder; its name goes first: no reader meets a part, and `sweep` what a kill leaves."""
+    with suppress(FileNotFoundError):  # another process deletes it
+        shutil.rmtree(take_name(folder), ignore_errors=True)
 
 
 def discard(partial: Path) -> None:
