@@ -325,7 +325,7 @@ def file_sha256(path: Path) -> str:
 class RegularFile:
     """A file whose ranges are read: mapped into memory, of which nothing stays when a range was copied out.
 
-    It keeps no descriptor, so any number may be open. A context manager.
+    It keeps a descriptor until `close`. A context manager.
     """
 
     def __init__(self, path: Path):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from argosy.checkpoint import load, store
+from argosy.checkpoint import fence, load, store
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.checksums import DamagedCheckpoint, shard_name
+from argosy.checkpoint.checksums import DamagedCheckpoint, file_sum, shard_name
 from argosy.checkpoint.load import load_into, missing_from, problem_of
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import ShardFile, part_box, wholes
@@ -64,6 +66,23 @@ def test_any_number_of_processes_reads_what_any_number_wrote(workers, tmp_path, 
     for rank, (same, own) in enumerate(workers.run(readers, read, tmp_path, dims[1])):
         assert same
         assert own == ([rank + 1] if rank < writers else [0])
+
+
+def test_a_checkpoint_of_more_files_than_a_process_may_have_by_default_is_read(tmp_path: Path) -> None:
+    rows = {f"row{number}": torch.full((2,), float(number)) for number in range(100)}
+    folder, files = fence.partial_folder(tmp_path, 1, 0), {}
+    folder.mkdir(parents=True)
+    for rank, (name, row) in enumerate(rows.items()):
+        save_file({f"model.{name}": row}, folder / shard_name(rank))
+        files[shard_name(rank)] = file_sum(folder / shard_name(rank))
+    found, blank = store.commit(folder, manifest(1, files=files)), {name: torch.zeros(2) for name in rows}
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 50, before[1]))
+    try:
+        load_into(wholes(blank, "model."), found)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert all(torch.equal(blank[name], row) for name, row in rows.items())
 
 
 def test_no_more_of_a_tensor_than_a_piece_is_in_memory_twice(checkpoint, monkeypatch):

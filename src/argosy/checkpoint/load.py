@@ -14,6 +14,7 @@ from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.shards import ShardFile, cut
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
+from argosy.processes.connection import raise_limit
 
 TENSOR_PIECE_BYTES = 32 * 2**20
 """The most of a tensor that is in memory a second time while it is read."""
@@ -24,6 +25,7 @@ Held = Mapping[str, list[tuple[ShardFile, Box]]]
 @contextmanager
 def opened(checkpoint: Checkpoint) -> Iterator[Held]:
     """Map the files of `checkpoint` into memory. Raises: DamagedCheckpoint."""
+    raise_limit()  # there are as many as ranks wrote it
     held: dict[str, list[tuple[ShardFile, Box]]] = {}
     with ExitStack() as files:
         for name in checkpoint.manifest.files:
