@@ -66,6 +66,8 @@ def test_a_manifest_that_cannot_be_read_is_refused(folder: Path) -> None:
     (folder / "manifest.json").mkdir()
     with pytest.raises(UserError, match=r"manifest\.json: cannot be read \(not a regular file\)"):
         Manifest.load(folder)
+    with pytest.raises(UserError, match=r"manifest\.json: cannot be read \(File name too long\)"):
+        Manifest.load(folder / ("a" * 300))
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": 2}', "[]"])

@@ -226,6 +226,8 @@ def test_a_folder_that_cannot_be_written_is_wrong_input(config: PrepareConfig, t
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match=r"file/data: cannot be written .* Name a folder that you may write to"):
         prepare(changed(config, out=tmp_path / "file" / "data"))
+    with pytest.raises(UserError, match=r"cannot be written \(.*File name too long"):
+        prepare(changed(config, out=tmp_path / ("a" * 300)))
 
 
 def test_full_disk_is_told_and_gone_on_from(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:

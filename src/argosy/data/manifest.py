@@ -214,12 +214,16 @@ class Manifest(_Record):
     @classmethod
     def _parse(cls, folder: Path) -> Manifest:
         path = folder / DATA_MANIFEST
-        if not path.exists():
-            raise UserError(f"{folder}: no prepared data here ({DATA_MANIFEST} is missing). {_how_to_fill(folder)}")
         try:
             return cls.model_validate_json(read_at_most(path, MOST_MANIFEST_BYTES))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(
+                f"{folder}: no prepared data here ({DATA_MANIFEST} is missing). {_how_to_fill(folder)}"
+            ) from None
         except OSError as problem:
-            raise UserError(f"{path}: cannot be read ({problem.strerror}). Restore the file.") from None
+            raise UserError(
+                f"{path}: cannot be read ({problem.strerror}). Restore it, or get the right to read it."
+            ) from None
         except ValidationError as error:
             raise UserError(
                 f"{path}: {first_error(error)}. It is damaged or of another version: delete {folder} and prepare it "

@@ -341,7 +341,7 @@ def _check_filters(config: FiltersConfig) -> None:
 
 
 def _is_prepared(out: Path) -> bool:
-    return (out / manifests.DATA_MANIFEST).exists()
+    return os.path.exists(out / manifests.DATA_MANIFEST)  # noqa: PTH110  - Path.exists raises where nobody may look
 
 
 def _load_prepared(out: Path, options: dict[str, Any], extend: ExtendConfig) -> Manifest:
