@@ -146,6 +146,26 @@ def test_as_many_copies_are_kept_as_checkpoints(url, run_dir):
     assert remote.steps() == [6, 7]
 
 
+def test_what_a_kill_left_of_a_copy_goes_once_there_is_a_later_one(tmp_path, run_dir):
+    remote, asked = Remote(str(tmp_path / "there"), run_dir), []
+
+    def killed() -> None:
+        asked.append(1)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    for step in (2, 5):
+        asked.clear()
+        with pytest.raises(KeyboardInterrupt):
+            remote.put(write(run_dir, step), killed)
+    for step in (3, 4):
+        remote.put(write(run_dir, step), anywhere)
+    remote.prune(keep_last=2, keep_every=0)
+    left = {path.name for path in (tmp_path / "there/mine").glob("step-*")}
+    assert left == {"step-00000003", "step-00000004", "step-00000005"}
+    assert remote.steps() == [3, 4]
+
+
 def test_copies_of_steps_that_the_run_turned_away_from_go(url, run_dir):
     remote = Remote(url, run_dir)
     for step in (1, 2, 3):

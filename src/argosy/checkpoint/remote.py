@@ -53,11 +53,17 @@ class Remote:
 
     def steps(self) -> list[int]:
         """Return the steps of which there are copies, in order."""
+        return [step for step in self._begun() if self._is_whole(step)]
+
+    def _begun(self) -> list[int]:
+        """Return the steps of which there are copies, or parts of them, in order."""
         claim(self._fs, self._root, self._run_dir)
         self._fs.invalidate_cache()
         names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
-        steps = [step for step in map(step_of, names) if step is not None]
-        return sorted(step for step in steps if self._fs.exists(self._path(step, MANIFEST)))
+        return sorted(step for step in map(step_of, names) if step is not None)
+
+    def _is_whole(self, step: int) -> bool:
+        return bool(self._fs.exists(self._path(step, MANIFEST)))
 
     def put(self, checkpoint: Checkpoint, check_generation: Callable[[], None]) -> bool:
         """Copy `checkpoint`, file by file; False if it is there already.
@@ -119,10 +125,18 @@ class Remote:
         return checkpoint
 
     def prune(self, keep_last: int, keep_every: int) -> None:
-        """Delete the copies that `store.prune` would delete here. All copies count as verified."""
-        for step in self.steps()[: -max(keep_last, store.VERIFIED_KEPT)]:
+        """Delete the copies that `store.prune` would delete here, and what kills left of those before the newest one.
+
+        All copies count as verified.
+        """
+        begun = self._begun()
+        whole = [step for step in begun if self._is_whole(step)]
+        for step in whole[: -max(keep_last, store.VERIFIED_KEPT)]:
             if not (keep_every and step % keep_every == 0):
                 self._remove(step)
+        for step in begun:
+            if step not in whole and step < max(whole, default=0):
+                self._fs.rm(self._path(step), recursive=True)
 
     def forget_after(self, step: int) -> None:
         """Delete the copies of steps after `step`: the run has turned away from them."""
