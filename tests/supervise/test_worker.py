@@ -1,10 +1,15 @@
-"""What a worker makes of an error: its peer is gone, or something is wrong here."""
+"""What a worker makes of its agent's messages, and of an error: its peer is gone, or something is wrong here."""
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from argosy.supervise.worker import is_of_a_connection
+from argosy.processes.child import Channel
+from argosy.supervise.worker import AgentClient, is_of_a_connection
+from argosy.training.stop import StopSignal
+from waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -18,3 +23,14 @@ from argosy.supervise.worker import is_of_a_connection
 )
 def test_a_peer_that_is_gone_is_told_from_what_goes_wrong_here(error, is_told):
     assert is_of_a_connection(error) is is_told
+
+
+def test_a_world_that_is_broken_off_before_it_is_joined_is_over():
+    here, there = socket.socketpair()
+    agent, stop = Channel(there), StopSignal()
+    client = AgentClient(Channel(here), stop)
+    there.sendall(b'{"kind": "join", "generation": 3}\n{"kind": "break", "generation": 3, "why": "node b is lost"}\n')
+    assert next(client.worlds())["generation"] == 3
+    wait_until(lambda: client.is_broken() and stop.world_is_over)
+    client.left("something else")
+    assert agent.receive() == {"kind": "ready", "generation": 3, "why": "node b is lost"}

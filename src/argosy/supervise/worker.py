@@ -56,12 +56,7 @@ class AgentClient:
     def worlds(self) -> Iterator[Message]:
         """Yield the worlds to join, one after the other."""
         while True:
-            world = self._worlds.get()
-            self._connections.close()
-            self._generation = world["generation"]
-            self._broken.clear()
-            self._stop.world_is_over = self._stop.is_to_hold = False
-            yield world
+            yield self._worlds.get()
 
     def is_broken(self) -> bool:
         """Return True once the agent has said that the current world is over."""
@@ -87,6 +82,11 @@ class AgentClient:
             except ChannelClosed:
                 os._exit(1)  # the agent is gone, and an orphan must not train on
             if message["kind"] == "join":
+                # Not once the main thread takes it: the next message may break this world off already.
+                self._connections.close()
+                self._broken.clear()
+                self._stop.world_is_over = self._stop.is_to_hold = False
+                self._generation = message["generation"]
                 self._worlds.put(message)
             elif message["kind"] == "hold" and message["generation"] == self._generation:
                 self._stop.is_to_save = message["on_disk"]
