@@ -92,6 +92,14 @@ def test_nothing_is_decided_before_the_end_of_warmup():
     assert undecided.steps_if_due(FIVE_STEPS) is not None
 
 
+def test_nothing_is_decided_before_a_step_has_counted():
+    """The first step may have to be done again: after a restart, or without warmup."""
+    undecided = pace(minutes=BUDGET_S / 60)
+    assert undecided.decide_length(FIVE_STEPS, World()) is None
+    undecided.took(1.0)
+    assert undecided.decide_length(FIVE_STEPS, World()) is not None
+
+
 def test_a_decided_length_stays():
     decided = pace(minutes=BUDGET_S / 60)
     decided.took(1.0)

@@ -107,7 +107,7 @@ class Pace:
 
     def steps_if_due(self, done: int) -> int | None:
         """Return the number of steps, if it is undecided and `done` steps are enough to tell."""
-        if self.steps is not None or done < self._decide_at:
+        if self.steps is not None or done < self._decide_at or not self._recent:  # no step may have counted yet
             return None
         left_s = SLACK * self._budget_s - (time.monotonic() - self._began)
         step_s = statistics.median(self._recent) * (1 + self._evaluation_per_step)
