@@ -19,7 +19,7 @@ from argosy.observe.events import Events, read_lines
 from argosy.processes.connection import BadMessage, WireRecord
 from argosy.sync.exchange import SiteExchange
 from argosy.sync.layout import AdoptedState, LeftChange, LeftState, Sites, at_site, read_record, write_record
-from argosy.sync.ledger import RoundLedger, dealt_in
+from argosy.sync.ledger import RoundLedger, chain_of, dealt_in
 from argosy.sync.links import PEER_SILENT_S
 from argosy.sync.messages import FROM_SITE, FromSite, framed, unframed
 
@@ -106,6 +106,8 @@ class Site:
         self.sites = Sites.of(at_site(run.model_copy(update={"site": name})), self.run_dir)
         self.round_s = country.round_s
         self.is_up = False
+        self.left_from: dict[int, str] = {}
+        """Round -> the chain of the ledger that led to the weights which the change left for it began with."""
         self.wires: Any = SimpleNamespace(inbox=deque())
         self.start()
 
@@ -182,6 +184,7 @@ class Site:
             needs = int(json.loads(checkpoint.read_text())) if checkpoint.exists() else 0
             about = LeftChange(tokens=sites.shares.batch(self.name) * H, skipped=[], needs_round=needs)
             write_record(sites.about(self.rounds), about)
+            self.left_from[self.rounds] = chain_of(known.lines[: self.rounds])
         if self.rounds and sites.want_state.exists():
             self.weights.tofile(sites.state(self.rounds - 1))
             data = sites.state(self.rounds - 1).read_bytes()
@@ -196,6 +199,8 @@ class Site:
         self.rounds, self.weights = about.rounds, np.fromfile(self.sites.adopted, np.float32)
         self._say_reached()
         self._save()
+        for left in self.sites.folder.glob("change-*.json"):
+            left.unlink()
         self.sites.adoption.unlink()
         return True
 

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,22 @@ def test_a_link_that_was_cut_between_two_halves(country: Callable[..., Country])
     run.finish()
     assert run.sites["A"].events("site_gives_way")  # the others were two
     check_samples(run)
+
+
+def test_what_a_site_left_before_it_gave_way_is_in_no_round(country: Callable[..., Country]) -> None:
+    run = country(names="ABC", rounds=60, quorum=1)
+    run.start()
+    run.until(lambda: run.sites["A"].rounds == 4)
+    run.isolate("A")
+    run.pass_time(60)
+    site = run.sites["A"]
+    assert site.rounds > run.sites["B"].rounds  # so what it has left is for a round that is still to come
+    run.cut.clear()
+    run.finish()
+    assert site.events("site_gives_way")
+    took_part = [(before, line) for before, line in pairwise(site.ledger.lines) if "A" in line.tokens]
+    assert len(took_part) > 30
+    assert all(site.left_from[line.round] == before.chain for before, line in took_part)
 
 
 def test_without_a_quorum_nobody_goes_on(country: Callable[..., Country]) -> None:

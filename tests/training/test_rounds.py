@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -13,7 +14,7 @@ import torch
 
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
-from argosy.sync.layout import RoundWait, Sites, write_record
+from argosy.sync.layout import AdoptedState, RoundWait, Sites, write_record
 from argosy.sync.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
 from argosy.training.rounds import Rounds
@@ -78,6 +79,32 @@ def test_a_site_that_is_left_out_goes_back_to_the_end_of_the_round(tmp_path: Pat
     for piece in state.model.masters:
         moved = 0.7 * (0.5 + 0.9 * 0.5) if piece.name in sites.turn(0).shapes else 0.0
         torch.testing.assert_close(piece.value, before[piece.name] - moved)
+
+
+def test_what_a_site_left_before_it_took_another_state_over_is_left_anew(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {"every_steps": 1})
+    state, _, sites = site(run, tmp_path / "A")
+    other, its_files, its = site(run, tmp_path / "B")
+    for one, of, seed in (state, sites, 1), (other, its, 2):  # each goes on alone
+        train(one, seed)
+        decide(of, of.folder.parent, np.full(of.flat(0).elements, float(seed)), "A", "B")
+        assert rounds_of(one).settle()
+    rounds = rounds_of(state, has_signal=lambda: True)
+    train(state, 3)
+    assert not rounds.settle() and sites.about(1).exists()
+    its.want_state.touch()
+    its_files.leave_state(0)
+    shutil.copy(its.state(0), sites.adopted)
+    shutil.copy(tmp_path / "B/ledger.jsonl", tmp_path / "A/ledger.jsonl")
+    write_record(sites.adoption, AdoptedState(rounds=1, chain=RoundLedger(tmp_path / "B").lines[0].chain))
+    assert rounds.settle() and (state.step, state.rounds) == (1, 1) and not sites.adoption.exists()
+    train(state, 4)
+    moved = {piece.name: other.outer.state_of(piece.name)["weights"] - piece.value for piece in state.model.masters}
+    assert not rounds.settle()
+    change = np.fromfile(sites.change(1), np.float32)
+    for piece in state.model.masters:
+        part = torch.from_numpy(sites.flat(1).part(change, *piece.place).copy())
+        torch.testing.assert_close(part, moved[piece.name])
 
 
 def test_a_site_keeps_a_share_of_its_own_weights(tmp_path: Path) -> None:

@@ -295,7 +295,9 @@ class SiteExchange:
     def _make_ready(self) -> None:
         """Encode what the ranks changed, once it is there, and tell the others."""
         if self._encoding is None:
-            if self.sites.about(self._number).exists() and self.sites.me in self._members:
+            # As long as the ranks are to take another state over, what they have left is of the one before.
+            is_there = self.sites.about(self._number).exists() and not self.sites.adoption.exists()
+            if is_there and self.sites.me in self._members:
                 files = (
                     self.sites.change(self._number),
                     self.sites.wire_of(self._number),

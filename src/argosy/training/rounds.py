@@ -288,6 +288,8 @@ class Rounds(Agreement):
                 file.write(str(state.step).encode())
         self._checkpointer.save(state, background=False)
         if self._world.is_first:
+            for change in self._sites.folder.glob("change-*.json"):
+                change.unlink()  # it is of weights that this site has left: the round is trained anew
             self._sites.adoption.unlink(missing_ok=True)
         self._world.barrier()
         return True
