@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,20 @@ def test_the_secret_does_not_get_into_what_ray_shows(monkeypatch):
     assert environment == {"ARGOSY_FAULTS": "none", "RAY_JOB_STOP_WAIT_TIME_S": "150", "A": "b"}
 
 
-@pytest.mark.parametrize("extra", ["--constraint=h100", "--runtime-env-json={", "--entrypoint-memory=much"])
+def test_a_python_in_a_folder_with_a_space_is_started(tmp_path, monkeypatch):
+    python = tmp_path / "my venv" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/echo")
+    monkeypatch.setattr(sys, "executable", str(python))
+    done = subprocess.run(["sh", "-c", command(tmp_path, ["-m", "argosy"])], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("-m argosy\n", "")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["--constraint=h100", "--runtime-env-json={", "--runtime-env-json=[]", '--runtime-env-json={"env_vars": [1]}',
+     "--entrypoint-memory=much"],
+)  # fmt: skip
 def test_a_wrong_extra_is_refused(extra):
     with pytest.raises(UserError, match="--extra="):
         Ray().script(replace(REQUEST, extra=(extra,)))

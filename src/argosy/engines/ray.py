@@ -261,7 +261,7 @@ def command(work_dir: Path, words: Sequence[str], log: Path | None = None) -> st
     python = shlex.quote(sys.executable)  # else the one of a cluster that was set up otherwise
     folder = shlex.quote(str(work_dir))
     into = f" >> {shlex.quote(str(log))} 2>&1" if log else ""
-    return f"cd {folder} || exit 2; P={python}; [ -x $P ] || P=python; exec $P {shlex.join(words)}{into}"
+    return f'cd {folder} || exit 2; P={python}; [ -x "$P" ] || P=python; exec "$P" {shlex.join(words)}{into}'
 
 
 def _launch_words(job: RunJob) -> list[str]:
@@ -286,6 +286,8 @@ def _given(job: Job) -> dict[str, Any]:
         except ValueError as problem:
             raise UserError(f"--extra={word}: {problem}. Try --extra='--{option}=...'.") from None
     environment = given.get("runtime_env", {})
+    if not isinstance(environment, dict) or not isinstance(environment.get("env_vars", {}), dict):
+        raise UserError("--extra=--runtime-env-json: it and its env_vars are JSON objects. Try '{\"env_vars\": {}}'.")
     ours = {
         name: value for name, value in os.environ.items() if name.startswith("ARGOSY_") and not name.endswith(SECRETS)
     }
