@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import argosy
+from argosy.cli import main
 from argosy.errors import UserError
 from argosy.inference.evaluate import SCORES_FILE, evaluate_tasks
 from argosy.observe.events import read_lines
@@ -47,3 +48,8 @@ def test_code_in_a_task_file_runs_for_those_alone_who_trust_it(run_dir: Path, tm
     with pytest.raises(UserError, match="brings code of its own"):
         evaluate_tasks(run_dir, [str(file)], seq_len=64)
     assert "acc" in evaluate_tasks(run_dir, [str(file)], seq_len=64, trust_code=True)["coded"]
+
+
+def test_a_list_that_names_no_task_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["evaluate", str(run_dir), "--tasks", " ,"]) == 2
+    assert "tasks: none is named" in capsys.readouterr().err and not (run_dir / SCORES_FILE).exists()

@@ -97,7 +97,7 @@ def _held_out_text(options: Options, how: dict[str, Any]) -> Measured:
 def _tasks(options: Options, how: dict[str, Any]) -> Measured:
     from argosy.inference.evaluate import evaluate_tasks
 
-    names = [name for name in options.tasks.split(",") if name]
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     scores = evaluate_tasks(options.path, names, fewshot=options.fewshot, limit=options.task_limit, **how)
     values = [ScoredTask(task, metrics) for task, metrics in scores.items()]
     return "evaluate-tasks", values, [task_in_words(task, metrics) for task, metrics in scores.items()]

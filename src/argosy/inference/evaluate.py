@@ -77,8 +77,11 @@ def evaluate_tasks(
     model's context, 4096 at most. plan: as of `load_model`. trust_code: approve and run code that the run or a task
     file brings along. world: as of `LoadedModel`.
 
-    Raises: UserError if a task is not known, or its data cannot be had, or the plan cannot lay the model out.
+    Raises: UserError if no task is named, one is not known, its data cannot be had, or the plan cannot lay the model
+    out.
     """
+    if not tasks:
+        raise UserError("tasks: none is named. Give one that lm-eval knows, such as arc_easy, or a task file (*.yaml).")
     if limit < 0 or (fewshot or 0) < 0:
         raise UserError(f"limit = {limit}, fewshot = {fewshot}: must be at least 0.")
     source, layout = open_together(path, trust_code, world), plan_named(plan)
