@@ -95,6 +95,13 @@ def test_lines_that_come_in_are_answered_one_by_one(
     assert capsys.readouterr().out == "hello there\nGröße 🙂 is all\nhello there\n"
 
 
+def test_a_line_that_begins_with_a_path_is_a_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("/etc is what?\n", monkeypatch, str(folder), "--temperature", "0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["message"] == "/etc is what?"
+
+
 def test_with_json_each_answer_is_a_document(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

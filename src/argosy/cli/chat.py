@@ -96,7 +96,7 @@ class ChatSession:
             if line == RESET:
                 self.messages = list(self._start)
                 self._say("a new conversation")
-            elif line.startswith("/"):
+            elif line.startswith("/") and self._is_terminal:
                 self._say(f"{line.split()[0]}: there are {RESET} and {EXIT}")
             else:
                 self._answer(line)
