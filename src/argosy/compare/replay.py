@@ -29,6 +29,8 @@ from argosy.observe.events import Metrics, each_line
 from argosy.plan.plan import Plan
 
 COMPARED = ("loss", "grad_norm", "first_sample")
+NO_OTHER_NODES = {"coordinator": "", "port": 0, "lease": "", "address": "", "node": "", "rank_map": ""}
+"""Keys of `launch` with which nodes find each other: those of the run's own machines are not for this one."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _until(run: RunConfig, plan: Plan, step: int) -> RunConfig:
         evaluate={"every_steps": 0, "tokens": 1, "sample_prompt": None},
         checkpoint={"every_steps": 0, "every_minutes": 0.0, "remote": ""},
         observe=TOLD_TO_NOBODY,
-        launch={"max_restarts": 0, "processes": plan.world_size, "nodes": 1, "coordinator": "", "port": 0},
+        launch={"max_restarts": 0, "processes": plan.world_size, "nodes": 1, **NO_OTHER_NODES},
     )
 
 
