@@ -324,12 +324,23 @@ def test_serving(ask: Any) -> None:
         ([*SMALL, "--rate", "3"], "--rate says something about serving. Add --serve"),
         ([*SMALL, "--kv-cache", "fp8"], "--kv-cache says something about serving. Add --serve"),
         (["--learn", "rows.csv", "--cluster", "none.toml"], "none.toml is not one"),
+        (["--learn", "rows.csv", "--tokens", "1T"], "--learn only corrects a cluster's file. Leave out --tokens"),
     ],
 )
 def test_input_that_makes_no_sense_is_one_message(words: list[str], message: str, capsys: Any) -> None:
     assert cli.main(["plan", *words]) == 2
     out, err = capsys.readouterr()
     assert message in err and out == ""
+
+
+@pytest.mark.parametrize("words", [("--fix", "tp=2"), ("--serve",), ("--html", "x.html"), ("--top", "3")])
+def test_options_that_say_nothing_about_a_run_under_way_are_refused(
+    words: tuple[str, ...], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "run.toml").touch()
+    assert cli.main(["plan", str(tmp_path), *words]) == 2
+    said = f"{tmp_path} is a run under way, whose other keys are as they were. Leave out {words[0]}."
+    assert said in capsys.readouterr().err
 
 
 def test_where_nothing_fits_it_says_by_how_much_and_what_would_do(capsys: Any) -> None:

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from argosy.plan.report.jobs_file import ClusterSpec, JobSpec
     from argosy.plan.report.report import PlanReport, PlanRequest
     from argosy.plan.report.request import Question
-    from argosy.plan.search.auto import Devices
     from argosy.plan.search.serving import ServingQuestion
 
 
@@ -64,8 +63,13 @@ PROMPT_LEN, OUTPUT_LEN = 2048, 512
 SERVING_ONLY = ("prompt_len", "output_len", "rate", "ttft_ms", "tpot_ms", "engine", "weights", "kv_cache", "draft")
 """Options that say something with --serve only."""
 ABOUT_RANKS = "is about the ranks of a training plan", ("within", "serve", "learn")
+ALONE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "jobs": ("is a file of runs, each with options of its own", ("json", "html")),
+    "learn": ("only corrects a cluster's file", ("cluster", "engine", "json")),
+    "run": ("is a run under way, whose other keys are as they were", ("cluster", "price", "within", "json")),
+}
+"""Option -> what it does, and the only options that go with that; run: of a run's folder."""
 APART: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "learn": ("only corrects a cluster's file", ("run", "model")),
     "tokens": ("says how much to train on, as --finetune does", ("finetune",)),
     "within": ("asks how many devices train a run in time", ("html", "serve", "learn", "objective")),
     "seq_len": ("is for training; serving has --prompt-len and --output-len", ("serve",)),
@@ -226,8 +230,10 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
         given["seq_len"] = (options.prompt_len or PROMPT_LEN) + (options.output_len or OUTPUT_LEN)
     asked = Question(**given, serving=options.serve, price=price)
     if options.model is None:
+        from argosy.launch.devices import devices_of_run
+
         run = _run(str(options.run), asked)
-        return of_run(run, Cluster.parse(cluster) if cluster else _devices_here(run), asked)
+        return of_run(run, Cluster.parse(cluster) if cluster else devices_of_run(run), asked)
     if cluster is None:
         raise UserError(
             f"--model {options.model} needs --cluster, e.g. --cluster 8xh100 (nodes in a file: see docs/planning.md)."
@@ -277,12 +283,6 @@ def _run(source: str, asked: Question) -> RunConfig:
     from argosy.launch.resolve import with_known_sizes
 
     return with_known_sizes(load(source, asked.keys))
-
-
-def _devices_here(run: RunConfig) -> Devices:
-    from argosy.launch.devices import devices_of_run
-
-    return devices_of_run(run)
 
 
 def _priced(options: Options) -> list[tuple[str, float | None]]:
@@ -377,10 +377,8 @@ def _learn(options: Options) -> None:
         factors, said = after.serving, serving_calibration.in_words(after, rows)
     else:
         after = learn(options.learn, before)
-        factors, said = (
-            {str(key): each for key, each in after.factors.items()},
-            in_words(before, after, len(options.learn)),
-        )
+        factors = {str(key): each for key, each in after.factors.items()}
+        said = in_words(before, after, len(options.learn))
     after.save(path)
     answer(options.json, "plan-learn", f"{path}: {said}", LearntFactors(path, factors))
 
@@ -403,10 +401,7 @@ def _check(options: Options) -> None:
         for number in value if name == "price" else (value,):
             if isinstance(number, int | float) and not 0 < number < math.inf:
                 raise UserError(f"{_option(name, options)} {number:g}: must be above 0.")
-    alone = "is a file of runs, each with options of its own", tuple(given.keys() - {"jobs", "json", "html"})
-    for name, (does, others) in {"jobs": alone, **APART}.items():
-        if name in given and (other := next((each for each in others if each in given), None)):
-            raise UserError(f"{_option(name, options)} {does}. Leave out {_option(other, options)}.")
+    _check_apart(list(given), options)
     if options.jobs is not None:
         return
     if not options.learn and (options.run is None) == (options.model is None):
@@ -428,6 +423,17 @@ def _check(options: Options) -> None:
         raise UserError(
             f"{_option(single, options)} takes one --cluster. Several are compared side by side, for training."
         )
+
+
+def _check_apart(given: list[str], options: Options) -> None:
+    is_folder = options.run is not None and (Path(options.run) / "run.toml").is_file()
+    alone = {name: rule for name, rule in ALONE.items() if name != "run" or is_folder}
+    wrong = [(name, does, other) for name, (does, others) in APART.items() for other in others if other in given]
+    for name, (does, beside) in alone.items():
+        wrong += [(name, does, other) for other in given if other not in (name, *beside)]
+    for name, does, other in wrong:
+        if name in given:
+            raise UserError(f"{_option(name, options)} {does}. Leave out {_option(other, options)}.")
 
 
 def _option(name: str, options: Options) -> str:
