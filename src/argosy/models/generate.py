@@ -15,6 +15,9 @@ NextTokens = Callable[[Tensor, Tensor], list[int]]
 """Reads the next tokens of all rows [N, T] (int64), which continue those that it has read, and returns the token that
 follows in each row. [N] (fp64): the random number from [0, 1) that each row's token is drawn with."""
 
+LEAST_TEMPERATURE = 1e-30
+"""Logits over less than this may be no numbers of fp32."""
+
 
 def sample_rows(
     next_tokens: NextTokens,
@@ -58,10 +61,10 @@ def uniform_numbers(seeds: Sequence[int], count: int) -> Tensor:
 def choose(logits_BV: Tensor, temperature: float, top_p: float, uniform_B: Tensor) -> Tensor:
     """Return a token id for each row, int64 [B], drawn from the logits (fp32) with the row's random number.
 
-    temperature 0 takes the likeliest token. top_p keeps the smallest set of likeliest tokens whose probabilities
-    reach it (nucleus sampling, Holtzman et al. 2020).
+    temperature 0, or below `LEAST_TEMPERATURE`, takes the likeliest token. top_p keeps the smallest set of likeliest
+    tokens whose probabilities reach it (nucleus sampling, Holtzman et al. 2020).
     """
-    if temperature == 0:
+    if temperature < LEAST_TEMPERATURE:
         return logits_BV.argmax(-1)
     probabilities, ids = (logits_BV / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     until = probabilities.cumsum(-1)
