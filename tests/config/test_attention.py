@@ -38,6 +38,8 @@ from argosy.config.attention import AttentionConfig, DeltaNetConfig, MLAConfig, 
         (RopeScaling, {"kind": "longrope"}, "kind = longrope with 0 short_divisors and 0 long_divisors"),
         (RopeScaling, {"kind": "longrope", "short_divisors": [1.0], "long_divisors": [1.0, 2.0]},
          "kind = longrope with 1 short_divisors and 2 long_divisors: longrope needs as many of each"),
+        (RopeScaling, {"kind": "longrope", "short_divisors": [1.0], "long_divisors": [1.0], "original_max_seq_len": 1},
+         "original_max_seq_len = 1 with longrope"),
         (RopeScaling, {"kind": "yarn", "short_divisors": [1.0], "long_divisors": [1.0]}, "and other kinds take none"),
     ],
 )  # fmt: skip

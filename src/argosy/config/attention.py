@@ -52,6 +52,8 @@ class RopeScaling(Section):
                 f"kind = {self.kind} with {both[0]} short_divisors and {both[1]} long_divisors: longrope needs as many "
                 "of each as pairs are rotated, and other kinds take none"
             )
+        if self.kind == "longrope" and self.original_max_seq_len == 1:
+            raise ValueError("original_max_seq_len = 1 with longrope: it divides by its logarithm; give 2 or more")
         return self
 
 
