@@ -68,8 +68,10 @@ S, F = "sliding", "full"
         ("qwen2", {}, ()),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 6}, (F,) * 6 + (S,) * 2),
         ("smollm3", {}, ()),
+        ("exaone4", {"sliding_window_pattern": "LG", "layer_types": ["sliding_attention", "full_attention"] * 4},
+         (S, F) * 4),
     ],
-)
+)  # fmt: skip
 def test_which_layers_have_windows_is_the_classes_own_rule(family: str, keys: dict[str, Any], kinds: Any) -> None:
     attention = read(family, **keys).attention
     period = attention.layers

@@ -67,6 +67,7 @@ def test_kinds_of_layers_go_both_ways(listed):
         (WINDOWED, {"layer_types": ["odd"]}, 'layer_types = "odd": known for this class are full_attention, sliding'),
         (PLAIN, {"use_sliding_window": True}, "this class's attention reads the whole document"),
         (WINDOWED, {"use_sliding_window": True}, "layer_types must say which layers have windows"),
+        (WINDOWED, {"sliding_window_pattern": "LLLG"}, "layer_types must say which layers have windows"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(family, values, said):

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -259,7 +260,11 @@ class ConfigJson(BaseModel):
     sliding_window: NonNegativeInt | None = None
     use_sliding_window: bool | None = None
     max_window_layers: NonNegativeInt | None = None
-    sliding_window_pattern: Annotated[PositiveInt, Field(le=MOST_LAYERS)] | None = None
+    # EXAONE 4 has "LLLG" beside layer_types.
+    sliding_window_pattern: Annotated[
+        PositiveInt, BeforeValidator(lambda value: len(value) if isinstance(value, str) else value),
+        Field(le=MOST_LAYERS),
+    ] | None = None  # fmt: skip
     no_rope_layers: Annotated[list[int], Field(max_length=MOST_LAYERS)] | None = None
     no_rope_layer_interval: PositiveInt | None = None
     full_attention_interval: Annotated[PositiveInt, Field(le=MOST_LAYERS)] | None = None

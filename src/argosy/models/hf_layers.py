@@ -83,6 +83,8 @@ def _kinds(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, 
         return ["full_attention"] * layers
     if listed is None and "use_sliding_window" not in family.defaults and given.get("use_sliding_window"):
         refuse(file, "use_sliding_window", True, "layer_types must say which layers have windows")
+    if listed is None and isinstance(pattern := given.get("sliding_window_pattern"), str):
+        refuse(file, "sliding_window_pattern", pattern, "layer_types must say which layers have windows")
     kinds = listed if listed and family.lists_layers else family.windows(given, layers)
     _check_length("layer_types", kinds, layers, file)
     return kinds
