@@ -163,6 +163,27 @@ def test_a_node_that_was_cut_off_is_told_that_its_generation_is_over(come, monke
     assert come("b").hello(in_generation(1, rank=1)).hears("break")["generation"] == 1
 
 
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_node_that_had_the_first_rank_is_told_of_a_world_without_it(come, monkeypatch, is_cut_off):
+    """Beside its workers it has what must be on one node only: sinks, a site's exchange."""
+    a, b = begun(come)
+    c = come("c").begins()
+    if is_cut_off:
+        monkeypatch.setattr(agent_connections, "LEASE_S", 1.0)
+        a.close()
+    else:
+        a.say("lost", slot=0, why="signal SIGKILL")
+    b.keeps_talking_until("break")
+    b.say("ready", slot=0, generation=1, why="rank 0 is lost")
+    c.keeps_talking_until("open_store")
+    c.say("store", generation=2, port=1)
+    assert c.hears("join")["places"][0]["rank"] == 0
+    if is_cut_off:
+        a = come("a").hello(in_generation(1, rank=0))
+    told = a.hears("join")
+    assert (told["generation"], told["places"]) == (2, [])
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_world_that_does_not_come_together_is_written_about(come, tmp_path, monkeypatch, is_open):
     monkeypatch.setattr(coordinator, "WAITS_S", 0.3)

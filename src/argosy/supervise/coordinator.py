@@ -13,7 +13,7 @@ import ssl
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -303,6 +303,8 @@ class Coordinator:
             self._agents.tell(
                 name, say.LeaveWorld(generation=generation, why=f"it ended while node {name} was cut off")
             )
+        if generations and self._membership.in_force and name not in dict(self._membership.places_of([0])):
+            self._tell_places(name, self._membership.nodes[name].host, None, ())
         if self._finish is not None:
             self._agents.tell(name, say.EndRun(**asdict(self._finish)))
 
@@ -330,23 +332,20 @@ class Coordinator:
         if join is None or (join.generation, _opener(join)) != (generation, node) or not self._membership.in_force:
             return
         self._pending = None
-        host = self._membership.nodes[node].host
-        places: dict[str, list[say.WorldPlace]] = {}
+        places: dict[str, list[say.WorldPlace]] = {name: [] for name in self._membership.nodes}
         for (name, slot), rank in sorted(join.places.items(), key=lambda item: item[1]):
-            local = places.setdefault(name, [])
+            local = places[name]
             local.append(say.WorldPlace(slot=slot, rank=rank, local_rank=len(local)))
         for name, local in places.items():
-            self._agents.tell(
-                name,
-                say.JoinWorld(
-                    generation=generation,
-                    size=len(join.places),
-                    plan=join.plan,
-                    host=host,
-                    port=port,
-                    places=tuple(local),
-                ),
-            )
+            self._tell_places(name, self._membership.nodes[node].host, port, local)
+
+    def _tell_places(self, name: str, host: str, port: int | None, places: Sequence[say.WorldPlace]) -> None:
+        """Tell a node its places in the world in force. A node without any may have had the first rank before."""
+        generation, size, plan = self._membership.generation, self._membership.size, self._membership.plan
+        self._agents.tell(
+            name,
+            say.JoinWorld(generation=generation, size=size, plan=plan, host=host, port=port, places=tuple(places)),
+        )
 
     # ---- messages to agents -------------------------------------------------------------------------------------
 

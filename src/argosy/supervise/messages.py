@@ -186,7 +186,7 @@ class JoinWorld(WireRecord):
     port: Port | None = None
     """The port of the rendezvous store; None: a file of the only node."""
     places: tuple[WorldPlace, ...]
-    """The places of all the members on this node."""
+    """The places of all the members on this node; none if the world is made without it."""
 
 
 class LeaveWorld(WireRecord):
