@@ -93,6 +93,21 @@ def test_fused_matrices_get_a_block_for_each_of_ours(tmp_path: Path, kind: str, 
     assert tensors.keys() == adapter.keys() and all(torch.equal(tensors[n], adapter[n]) for n in tensors)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("targets", [("q", "v"), ("q", "k"), ("k", "v"), ("q", "k", "v")])
+def test_an_adapter_on_some_of_what_is_fused_comes_back(tmp_path: Path, kind: str, targets: tuple[str, ...]) -> None:
+    model = model_config(family="phi3")
+    adapter = adapter_for(model, *(f"attention.{name}.weight" for name in targets))
+    if kind == "dora":
+        outer = [(name, tensor) for name, tensor in adapter.items() if name.endswith(".b")]
+        adapter |= {f"{name.removesuffix('.b')}.magnitude": torch.full((len(tensor),), 0.5) for name, tensor in outer}
+    exported(tmp_path / "out", model, adapter, kind)
+    again, tensors = import_adapter(tmp_path / "out", model, weights_of(model))
+    assert set(again.targets) == set(targets) and tensors.keys() == adapter.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, adapter[name])
+
+
 def test_lengths_of_dora_are_whole_there_and_what_was_added_here(tmp_path: Path) -> None:
     model, name = model_config(), "blocks.0.attention.q.weight"
     weights = weights_of(model)
@@ -125,6 +140,8 @@ def change(folder: Path, name: str, tensor: Tensor | None) -> None:
         ("self_attn.q_proj.lora_B.weight", None, "model.layers.0.self_attn.q_proj has lora_A.weight, and needs"),
         ("self_attn.q_proj.lora_A.weight", torch.zeros(RANK, 31), "shape [2, 31] and [32, 2], and rank 2 beside this"),
         ("self_attn.q_proj.lora_A.weight", torch.zeros(3, 32), "asks for [2, 32] and [32, 2]. Name the weights"),
+        ("self_attn.q_proj.lora_A.weight", torch.zeros(0, 32), "shape [0, 32] and [32, 2], and rank 2 beside this"),
+        ("self_attn.q_proj.lora_A.weight", torch.tensor(1.0), "shape [] and [32, 2], and rank 2 beside this"),
         ("self_attn.x_proj.lora_A.weight", torch.zeros(1), "x_proj.lora_A.weight has no place in this model (llama)"),
     ],
 )  # fmt: skip
@@ -133,6 +150,16 @@ def test_tensors_of_another_model_are_refused(there: Path, name: str, tensor: Te
     with pytest.raises(UserError) as refused:
         import_adapter(there, model_config(), weights_of(model_config()))
     assert f"{there / ADAPTER_TENSORS}: " in str(refused.value) and said in str(refused.value)
+
+
+@pytest.mark.parametrize("shape", [(1,), (31,), (32, 1)])
+def test_lengths_of_another_model_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model, name = model_config(), "blocks.0.attention.q.weight"
+    adapter = adapter_for(model, name) | {f"{adapter_of(name)}.magnitude": torch.full((32,), 0.5)}
+    export_adapter(model, lora("dora"), adapter, weights_of(model), tmp_path / "out")
+    change(tmp_path / "out", "self_attn.q_proj.lora_magnitude_vector", torch.zeros(shape))
+    with pytest.raises(UserError, match=r"q_proj\.lora_magnitude_vector has shape .* ask for \[32\]"):
+        import_adapter(tmp_path / "out", model, weights_of(model))
 
 
 def test_what_is_no_folder_of_peft_or_no_safetensors_is_refused(there: Path, tmp_path: Path) -> None:

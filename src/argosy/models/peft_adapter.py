@@ -167,6 +167,18 @@ def _length(weight: Tensor, expert: int | None) -> Tensor:
     return (weight if expert is None else weight[expert]).float().norm(dim=-1)
 
 
+def _added_lengths(module: PeftModule, lengths: Tensor, table: Sequence[Tensor], file: Path) -> list[Tensor]:
+    """Return by how much DoRA's lengths of their module are above those of our weights, which are in `table`."""
+    outputs = sum(len(weight) for weight in table)
+    if lengths.shape != (outputs,):
+        raise UserError(
+            f"{file}: {module.name}.{MAGNITUDE_SUFFIX} has shape {list(lengths.shape)}, and this model's weights ask "
+            f"for {[outputs]}. Name the weights that the adapter was trained with."
+        )
+    ours = _to_ours(module, lengths)
+    return [of_ours.float() - _length(weight, None) for of_ours, weight in zip(ours, table, strict=True)]
+
+
 def _to_theirs(module: PeftModule, rows: Sequence[Tensor]) -> Tensor:
     """Put what belongs to the outputs of our weights in the order of theirs."""
     if module.expert is not None:
@@ -263,21 +275,27 @@ def _take(
     inner, outer = parts.get(INNER_SUFFIX), parts.get(OUTER_SUFFIX)
     if set(parts) != wanted or inner is None or outer is None:
         raise UserError(f"{file}: {module.name} has {', '.join(sorted(parts))}, and needs {', '.join(sorted(wanted))}.")
-    rank = len(inner)
-    if inner.shape != (rank, inputs) or outer.shape != (outputs, rank) or rank % lora.rank:
+    rank = len(inner) if inner.ndim else 0
+    count = rank // lora.rank
+    is_whole = 0 < count <= len(module.ours) and rank == count * lora.rank
+    if not is_whole or inner.shape != (rank, inputs) or outer.shape != (outputs, rank):
         raise UserError(
             f"{file}: {module.name} has matrices of shape {list(inner.shape)} and {list(outer.shape)}, and rank "
             f"{lora.rank} beside this model's weights asks for {[lora.rank, inputs]} and {[outputs, lora.rank]}. Name "
             "the weights that the adapter was trained with."
         )
     blocks = _to_ours(module, outer)
-    lengths = _to_ours(module, parts[MAGNITUDE_SUFFIX]) if MAGNITUDE_SUFFIX in parts else []
+    added = _added_lengths(module, parts[MAGNITUDE_SUFFIX], table, file) if MAGNITUDE_SUFFIX in parts else []
+    having = list(range(len(blocks)))
+    if 1 < count < len(blocks):  # the others have no adapter
+        having = [p for p in having if blocks[p].any() or (added and bool((added[p].abs() > 1e-5).any()))]
     first = 0
-    for place, (name, block) in enumerate(zip(module.ours, blocks, strict=True)):
-        here = slice(0, rank) if rank == lora.rank else slice(first, first + lora.rank)
+    for place in having:
+        name, block = module.ours[place], blocks[place]
+        here = slice(0, rank) if count == 1 else slice(first, first + lora.rank)
         rest = block.clone()
         rest[:, here] = 0
-        if rest.any():
+        if rest.any() or count not in (1, len(having)):
             raise UserError(
                 f"{file}: {module.name} has rank {rank}, not r = {lora.rank}, and is not block-diagonal. Restore the "
                 f"{ADAPTER_CONFIG} that was saved with it, or merge the adapter with PEFT."
@@ -286,9 +304,8 @@ def _take(
         prefix = adapter_of(name)
         adapter.setdefault(f"{prefix}.a", []).append(inner[here].float())
         adapter.setdefault(f"{prefix}.b", []).append(block[:, here].float().contiguous())
-        if lengths:
-            begun = _length(weights[name], module.expert)
-            adapter.setdefault(f"{prefix}.magnitude", []).append(lengths[place].float() - begun)
+        if added:
+            adapter.setdefault(f"{prefix}.magnitude", []).append(added[place])
 
 
 def _to_ours(module: PeftModule, rows: Tensor) -> list[Tensor]:
