@@ -17,11 +17,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from argosy.checkpoint import store
 from argosy.config.dump import save_run
 from argosy.config.load import load
+from argosy.config.train import LoraConfig
 from argosy.errors import StorageError, UserError
-from argosy.inference.huggingface import export_checkpoint, hub_name, import_checkpoint
+from argosy.inference.huggingface import export_checkpoint, hub_name, import_adapter, import_checkpoint
 from argosy.inference.loaded_model import generate
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.run_folder import write
+from argosy.models.hf import import_folder
+from argosy.models.peft_adapter import export_adapter
 from argosy.plan.plan import Plan
 from transformers_models import ORIGINAL, SIZES, THEIRS, load_theirs, random_theirs
 
@@ -88,6 +91,16 @@ def test_what_was_imported_is_a_whole_checkpoint_of_weights_only(exported, tmp_p
     checkpoint = store.newest_whole(tmp_path / "back").checkpoint
     assert (checkpoint.step, checkpoint.manifest.has_optimizer) == (0, False)
     assert {path.name for path in tmp_path.iterdir()} == {"back"}
+
+
+def test_an_adapter_may_be_beside_weights_at_a_url(trained, exported, tmp_path):
+    config, weights = import_folder(exported)
+    outputs, inputs = weights.shape("blocks.0.attention.q.weight")
+    adapter = {f"blocks.0.attention.q.lora.{part}": torch.zeros(size) for part, size in
+               {"a": (2, inputs), "b": (outputs, 2)}.items()}  # fmt: skip
+    export_adapter(config, LoraConfig(rank=2), adapter, weights, tmp_path / "peft")
+    import_adapter(tmp_path / "peft", Path(f"file://{exported}"), tmp_path / "run")
+    assert torch.equal(logits(tmp_path / "run"), logits(trained))
 
 
 def test_half_precision_is_near(trained, tmp_path):

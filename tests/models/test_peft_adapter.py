@@ -68,6 +68,14 @@ def test_a_plain_adapter_has_our_matrices_by_their_names(tmp_path: Path) -> None
     assert (said["rank_pattern"], said["use_rslora"], said["use_dora"]) == ({}, False, False)
 
 
+def test_a_url_is_a_place_to_export_to(tmp_path: Path) -> None:
+    model = model_config()
+    (tmp_path / "out").mkdir()  # a store's folder
+    where = f"file://{tmp_path}/out"
+    export_adapter(model, lora(), adapter_for(model, "attention.q.weight"), weights_of(model), where)
+    assert import_adapter(tmp_path / "out", model, weights_of(model))[0].targets == ("q",)
+
+
 def test_a_target_of_some_layers_alone_is_named_whole(tmp_path: Path) -> None:
     adapter = adapter_for(model_config(), "blocks.1.attention.o.weight")
     assert exported(tmp_path / "out", model_config(), adapter)["target_modules"] == ["model.layers.1.self_attn.o_proj"]

@@ -151,7 +151,7 @@ class ImportOptions:
     out: Path
     """The run folder to write; it must not exist yet."""
     base: Path | None = None
-    """The run, checkpoint or Hugging Face folder whose weights the adapter in FOLDER was trained beside."""
+    """The run, checkpoint, Hugging Face folder or its URL whose weights the adapter in FOLDER was trained beside."""
     dry_run: bool = False
     """Say what would be written, and write nothing."""
     json: PrintJson = False
@@ -320,8 +320,7 @@ def _export(argv: list[str]) -> int:
         if options.adapter:
             from argosy.inference.huggingface import export_adapter
 
-            out, card = Path(options.out), (options.license, options.overwrite)
-            export_adapter(options.path, out, options.trust_code, *card)
+            export_adapter(options.path, options.out, options.trust_code, options.license, options.overwrite)
         else:
             from argosy.inference.huggingface import export_checkpoint
 

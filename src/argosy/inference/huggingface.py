@@ -29,7 +29,7 @@ from argosy.config.train import LoraConfig
 from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import HUB, ExportDtype, ExportFormat, GgufType, is_model_folder, refuse_existing
-from argosy.data.stores.store import spelled
+from argosy.data.stores.store import is_url, spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import UserError
 from argosy.files import read_at_most, whole_folder
@@ -331,9 +331,10 @@ def merge_checkpoint(path: Path, out: Path, trust_code: bool = False) -> None:
 
 
 def export_adapter(
-    path: Path, out: Path, trust_code: bool = False, license_name: str = "", overwrite: bool = False
+    path: Path, out: str | Path, trust_code: bool = False, license_name: str = "", overwrite: bool = False
 ) -> None:
-    """Write the adapter of a run or checkpoint at `path` as PEFT's folder `out`, with a model card (`cards_of`).
+    """Write the adapter of a run or checkpoint at `path` as PEFT's folder `out`, or to its URL in a store, with a model
+    card (`cards_of`).
 
     Raises: UserError if there is no adapter, or `out` exists; StorageError if it cannot be written.
     """
@@ -346,8 +347,8 @@ def export_adapter(
 
 
 def import_adapter(folder: Path, base: Path, out: Path) -> None:
-    """Turn PEFT's `folder`, an adapter of the weights in `base`, a run, a checkpoint or a Hugging Face folder, into the
-    run folder `out`.
+    """Turn PEFT's `folder`, an adapter of the weights in `base`, a run, a checkpoint or a Hugging Face folder or its
+    URL, into the run folder `out`.
 
     Raises: UserError if it is not an adapter of these weights, or `out` exists; StorageError if it cannot be written.
     """
@@ -355,7 +356,7 @@ def import_adapter(folder: Path, base: Path, out: Path) -> None:
     if is_model_folder(base):
         run, weights, tokenizer = run_of_folder(base)
         lora, tensors = peft_adapter.import_adapter(folder, run.model, weights)
-        beside, sha256, usage = base.absolute(), check_folder(base), usage_of(base)
+        beside, sha256, usage = base if is_url(base) else base.absolute(), check_folder(base), usage_of(base)
     else:
         whole, found = open_checkpoint(base), find_weights(base)
         run = whole.run

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.config.train import ALL_LINEAR, LoraConfig
+from argosy.data.stores.model_folder import new_folder
 from argosy.errors import UserError
-from argosy.files import read_at_most, whole_folder
+from argosy.files import read_at_most
 from argosy.models.hf import table_of
 from argosy.models.hf_names import Conversion, conversions_of
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
@@ -81,19 +82,17 @@ def export_adapter(
     lora: LoraConfig,
     adapter: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
-    out: Path,
+    out: str | Path,
     base: tuple[str, str] = ("", ""),
     others: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write the adapter as PEFT's folder `out`; whole or not at all.
+    """Write the adapter as PEFT's folder `out`, here or at a URL; whole or not at all.
 
     `adapter`: its tensors by our names. `weights`: those beside it, which only DoRA reads, one at a time. `base`:
     where others find these, and the revision. `others`: further files, by name.
 
     Raises: UserError if `out` exists, or PEFT cannot express the adapter; StorageError if it cannot be written.
     """
-    if out.exists():
-        raise UserError(f"{out} exists already. Choose another folder, or remove it first.")
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     left_out = []
@@ -124,11 +123,12 @@ def export_adapter(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    with whole_folder(out) as partial:
-        for name, data in others.items():
-            (partial / name).write_bytes(data)
-        (partial / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
-        (partial / ADAPTER_TENSORS).write_bytes(save(tensors, metadata={"format": "pt"}))
+    files = {ADAPTER_CONFIG: f"{json.dumps(described, indent=2)}\n".encode()}
+    files[ADAPTER_TENSORS] = save(tensors, metadata={"format": "pt"})
+    with new_folder(out) as folder:
+        for name, data in {**others, **files}.items():
+            with folder.file(name) as sink:
+                sink.write(data)
 
 
 def _parts_of(
