@@ -71,21 +71,22 @@ class SweepParameter:
 
     @property
     def grid(self) -> tuple[Any, ...] | None:
-        """All values that there are, in order; None if there is no end to them."""
+        """All values that there are, in order, or more than a grid may have; None if there is no end to them."""
         if self.is_list:
             return self.values
         step = self.step or (1.0 if self.whole and not self.log else None)
-        if step is None:
-            return None
-        count = math.floor((self.high - self.low) / step + 1e-9) + 1
-        return tuple(self.value(round(self.low + i * step, 12)) for i in range(count))
+        return None if step is None else tuple(self._stepped(i, step) for i in range(min(self._count(step), TOO_MANY)))
 
     @property
-    def size(self) -> float:
-        """Number of values; infinite if there is no end to them."""
-        if self.is_list or self.grid is None:
-            return len(self.values) or (self.high - self.low + 1 if self.whole else math.inf)
-        return len(self.grid)
+    def last(self) -> float:
+        """The end of a range, or the last of its steps."""
+        return self.high if self.step is None else float(self._stepped(self._count(self.step) - 1, self.step))
+
+    def _count(self, step: float) -> int:
+        return math.floor((self.high - self.low) / step + 1e-9) + 1
+
+    def _stepped(self, place: int, step: float) -> Any:
+        return self.value(round(self.low + place * step, 12))
 
 
 Values = Mapping[str, Any]
@@ -137,6 +138,7 @@ SWEEP_METRICS = ("validation_loss", "bits_per_byte", "loss", "grad_norm", "step_
 METRIC_TABLES = ("user", "tasks", "seconds", "communication", "memory", "experts")
 """Tables in a line of metrics.jsonl."""
 MOST_COMBINATIONS = 2_000
+TOO_MANY = MOST_COMBINATIONS + 1
 DEFAULT_TRIALS = 20
 RANGE_KEYS = frozenset(Range.model_fields)
 
@@ -163,7 +165,7 @@ class Sweep:
     @cached_property
     def grid(self) -> list[Values]:
         """All combinations, for method = "grid"."""
-        return list(itertools.islice(combinations(self.parameters), MOST_COMBINATIONS + 1))
+        return list(itertools.islice(combinations(self.parameters), TOO_MANY))
 
     def run_of(self, values: Values, **fixed: object) -> RunConfig:
         """Return the run with these values; fixed: other keys of it, with __ for the dot. Raises: UserError."""
@@ -191,6 +193,8 @@ def load_sweep(path: Path) -> Sweep:
     table.setdefault("name", path.stem)
     config = build(SweepConfig, table_layer(table, SweepConfig, Source(str(path), where)))
     base = _base(path, config, inline, lines)
+    if base.launch.nodes > 1:
+        raise UserError(f"{path}: launch.nodes = {base.launch.nodes} in its run, and a trial is on one. Leave it out.")
     source = Source(str(path), where)
     places = {name: source.place(("parameters", name)).text for name in config.parameters}
     if not config.parameters:

@@ -270,8 +270,7 @@ def _suggest(trial: Any, parameter: SweepParameter) -> Scalar:
         low, step = int(parameter.low), int(parameter.step or 1)
         highest = low + (int(parameter.high) - low) // step * step
         return trial.suggest_int(key, low, highest, log=parameter.log, step=step)
-    high = parameter.high if parameter.step is None else float((parameter.grid or (parameter.high,))[-1])
-    return trial.suggest_float(key, parameter.low, high, log=parameter.log, step=parameter.step)
+    return trial.suggest_float(key, parameter.low, parameter.last, log=parameter.log, step=parameter.step)
 
 
 def check_optuna() -> None:
