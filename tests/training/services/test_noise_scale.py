@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
-from argosy.models.microbatch import microbatches
+from argosy.models.microbatch import Microbatch, microbatches
 from argosy.observe.events import Metrics
 from argosy.parallel.world import World
 from argosy.training.services.noise_scale import Smoothed, check_can_estimate, estimate
+from argosy.training.trainer import Trainer
 from tiny import eager, losses, run_config, train_in
 
 BATCH = 8
@@ -148,6 +150,22 @@ def test_what_is_trained_stays_the_same_and_only_steps_that_are_due_tell(corpus,
     assert losses(plain) == losses(noise)
     assert [record["step"] for record in noise if "noise" in record] == [2, 5]
     assert [record["noise"]["estimates"] for record in noise if "noise" in record] == [1, 2]
+
+
+def test_a_step_that_is_done_again_counts_once(corpus, tmp_path, monkeypatch):
+    plan, run, forward_backward = eager("microbatch=2"), noisy(corpus), Trainer.forward_backward
+    plain = train_in(World(), run, plan, tmp_path / "plain")
+    wrong = {2}
+
+    def flipped(self: Trainer, batch: list[Microbatch]) -> Tensor:
+        loss = forward_backward(self, batch)
+        is_wrong = self.state.step in wrong
+        wrong.discard(self.state.step)
+        return loss * torch.nan if is_wrong else loss
+
+    monkeypatch.setattr(Trainer, "forward_backward", flipped)
+    again = train_in(World(), run, plan, tmp_path / "again")
+    assert not wrong and [r["noise"] for r in again if "noise" in r] == [r["noise"] for r in plain if "noise" in r]
 
 
 def test_a_run_that_was_stopped_goes_on_with_its_averages(corpus, tmp_path):

@@ -139,6 +139,7 @@ class NoiseScale(Service):
         """This rank's share of the squared norm of the first microbatch's gradient, where no rank has its own."""
         self._small, self._is_on = 0, False
         self._batch = 1
+        self._sums: Sequence[float] = ()
         self.smoothed = Smoothed()
 
     def start(self, step: int) -> None:
@@ -175,10 +176,13 @@ class NoiseScale(Service):
         return torch.stack([of_part, share.double(), torch.full_like(share, inverse, dtype=torch.float64)])
 
     def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:
-        """Estimate the noise scale from the sums."""
+        self._sums = sums
+
+    def after_step(self, step: int, learning_rate: float) -> None:
+        """Estimate the noise scale from the sums: the step was applied, and is not done again."""
         if not self._is_on:
             return
-        small, big, inverse = sums
+        small, big, inverse = self._sums
         if math.isfinite(small) and math.isfinite(big):
             b = self._plan.world_size / inverse
             self.smoothed = self.smoothed.with_estimate(*estimate(small, big, b, self._batch))
