@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,21 @@ def after_a_write(probe: DiskProbe) -> DiskReading:
     found = wait_until(written)
     assert found is not None
     return found
+
+
+def test_nodes_that_share_a_folder_do_not_remove_each_other_s_trial_files(tmp_path, monkeypatch):
+    names, fsync, still_there = iter("ab"), os.fsync, []
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
+
+    def while_another_writes(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        after_a_write(DiskProbe(tmp_path))
+        still_there.extend(path for path in tmp_path.iterdir() if path.samefile(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", while_another_writes)
+    assert after_a_write(DiskProbe(tmp_path)).error is None
+    assert len(still_there) == 1 and not list(tmp_path.iterdir())
 
 
 def test_a_real_disk_is_probed_and_nothing_is_left_behind(tmp_path):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -141,7 +142,8 @@ class DiskProbe:
     def _write(self) -> None:
         began = time.monotonic()
         error = None
-        path = self._folder / DISK_PROBE
+        # Where nodes share the folder, one must not remove what another writes: NFS would call that an error (ESTALE).
+        path = self._folder / f"{DISK_PROBE}-{socket.gethostname()}"
         try:
             with path.open("wb") as file:
                 file.write(DISK_BLOCK)
