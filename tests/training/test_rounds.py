@@ -91,6 +91,7 @@ def test_what_a_site_left_before_it_took_another_state_over_is_left_anew(tmp_pat
         assert rounds_of(one).settle()
     rounds = rounds_of(state, has_signal=lambda: True)
     train(state, 3)
+    state.tokens = 2 * run.tokens_per_step
     assert not rounds.settle() and sites.about(1).exists()
     its.want_state.touch()
     its_files.leave_state(0)
@@ -98,6 +99,7 @@ def test_what_a_site_left_before_it_took_another_state_over_is_left_anew(tmp_pat
     shutil.copy(tmp_path / "B/ledger.jsonl", tmp_path / "A/ledger.jsonl")
     write_record(sites.adoption, AdoptedState(rounds=1, chain=RoundLedger(tmp_path / "B").lines[0].chain))
     assert rounds.settle() and (state.step, state.rounds) == (1, 1) and not sites.adoption.exists()
+    assert state.tokens == run.tokens_per_step  # of the step that it has gone back from none count
     train(state, 4)
     moved = {piece.name: other.outer.state_of(piece.name)["weights"] - piece.value for piece in state.model.masters}
     assert not rounds.settle()

@@ -269,6 +269,7 @@ class Rounds(Agreement):
         state.in_update = True
         self._files.adopt(about.rounds - 1)
         state.rounds, state.step = about.rounds, self._sites.end_of(about.rounds - 1)
+        self._uncount(left)
         state.pending = state.is_prepared = state.in_update = False
         state.last_update, state.history = None, state.history.turned_back(state.step)
         self._outer.adopted_chain = about.chain
@@ -326,7 +327,7 @@ class Rounds(Agreement):
         if line.dealt is not None or state.step < left:
             self._batches.again()
         if state.step < left:
-            state.tokens -= sum(self._sites.run.tokens_at(step) for step in range(state.step, left))
+            self._uncount(left)
             self._checkpointer.forget_from(state.step + 1)
             if self._world.is_first:
                 self._records.metrics.forget_from(state.step)
@@ -339,6 +340,10 @@ class Rounds(Agreement):
                 f"{state.step} from the others' weights",
                 "yellow",
             )
+
+    def _uncount(self, left: int) -> None:
+        """Count the tokens no more of the steps up to `left` that the site has gone back from."""
+        self._state.tokens -= sum(self._sites.run.tokens_at(step) for step in range(self._state.step, left))
 
     def _take_gradient(self, number: int) -> float:
         """Make the sum of a round's gradients the gradient of the step at hand. Returns its norm.
