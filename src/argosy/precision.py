@@ -108,9 +108,17 @@ class Code:
     """
 
     dtype: torch.dtype
-    octaves: int
-    least: int
-    """The smallest code in use; 1 means that no number becomes zero."""
+
+    # Literals: what is a field would be a number that varies to the compiler, and its powers be computed anew for each
+    # element.
+    @property
+    def octaves(self) -> int:
+        return 15 if self.dtype.is_signed else 31
+
+    @property
+    def least(self) -> int:
+        """The smallest code in use; 1 means that no number becomes zero."""
+        return 0 if self.dtype.is_signed else 1
 
     @property
     def offset(self) -> float:
@@ -123,9 +131,9 @@ class Code:
         return (127 - self.octaves) << (23 - _CUT)
 
 
-SIGNED = Code(torch.int8, octaves=15, least=0)
+SIGNED = Code(torch.int8)
 """For means of gradients: quanta of 2**-18 of the block's largest magnitude near zero."""
-UNSIGNED = Code(torch.uint8, octaves=31, least=1)
+UNSIGNED = Code(torch.uint8)
 """For means of squares, whose root is a divisor. None becomes zero: the least root, 2**-17 of the block's largest, is
 above the quantum of `SIGNED`, so no rounding can make an Adam step explode."""
 

@@ -64,6 +64,6 @@ def train(
         done = int(optimizer.state_of(pieces[0])["step"])
         for piece in pieces:
             gradient = normal(piece.shape, piece.name, done) * 0.1
-            piece.value.grad = piece.scatter(gradient).to(piece.value.dtype).clone()
+            piece.value.grad = piece.scatter(gradient).to(piece.value).clone()
         optimizer.step()
     return optimizer

@@ -88,6 +88,20 @@ def test_compiled_kernels_narrow_and_widen_to_the_same_bits():
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU divides otherwise")
+def test_moments_of_a_gpu_s_kernels_come_back_bit_for_bit():
+    compiler.load()
+    config, shape = OptimizerConfig(state="int8"), (512, 1024)
+    piece = Piece("head.weight", normal(shape, "head").to("cuda", BF16), shape)
+    optimizer, other = (Optimizer([piece], config, is_compiled=True) for _ in range(2))
+    train([piece], config, optimizer=optimizer)
+    kept = optimizer.state_of(piece)
+    other.load_state(piece, {key: value.clone() for key, value in kept.items()})
+    assert all(torch.equal(kept[key], value) for key, value in other.state_of(piece).items())
+    assert all(torch.equal(value, other.kept_of(piece)[key]) for key, value in optimizer.kept_of(piece).items())
+
+
 @pytest.mark.parametrize(("config", "dtype"), EVERY_KIND)
 def test_state_before_the_first_step_is_zeros_of_the_shapes_it_will_have(config, dtype):
     pieces = whole_pieces(dtype)
