@@ -21,8 +21,10 @@ from argosy.observe.events import read_lines
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
+from argosy.sync.ledger import UpdateLedger
 from argosy.sync.messages import framed
 from argosy.training.server.main import ParameterServer
+from argosy.training.server.shard import ServerShard
 from parameter_servers import Peer, asynchronous, serving, work
 from wrong_messages import altered
 
@@ -124,3 +126,16 @@ def test_a_gradient_of_a_worker_that_has_left_is_applied(corpus: Path, tmp_path:
             thread.join(30.0)
             server.close()
             first.links.close()
+
+
+def test_servers_that_are_to_end_have_the_ledger_on_the_disk_before_they_save(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, done = asynchronous(corpus), list[str]()
+    save_run(run, tmp_path / "run.toml")
+    monkeypatch.setattr(UpdateLedger, "sync", lambda ledger: done.append("ledger"))
+    monkeypatch.setattr(ServerShard, "save", lambda shard: done.append("checkpoint"))
+    server = ParameterServer(run, tmp_path, 0)
+    server.serve(lambda: True)
+    server.close()
+    assert done == ["ledger", "checkpoint"]

@@ -96,6 +96,10 @@ class Leader:
         """Steps that these updates were made from."""
         return self._layout.step_of(self.version)
 
+    def sync(self) -> None:
+        """Wait until the ledger is on the disk: without its lines the checkpoint that follows leads nowhere."""
+        self._ledger.sync()
+
     # ---- servers ------------------------------------------------------------------------------------------------
 
     def begin(self, why: str) -> None:
@@ -255,7 +259,7 @@ class Leader:
         self._bad_in_a_row = 0
         self._ledger.add(update, self._layout.samples(update.item), loss=sum(message.losses) / len(message.losses))
         if saves:
-            self._ledger.sync()
+            self.sync()
         order = say.Apply(
             generation=self._dealing.generation, update=number, lease=message.lease, rate=rate, save=saves
         )

@@ -124,6 +124,7 @@ class ParameterServer:
                 self.is_alone = not self._is_over and self._leader is None and now - end_s > FIRST_SERVER_WORD_S
                 self._is_over |= self._leader is not None or self.is_alone
         if self._leader is not None:
+            self._leader.sync()
             for name in self._layout.addresses:
                 if name != self._name:
                     self._tell_server(name, say.Finish())
