@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +80,18 @@ def test_a_lease_that_ends_is_taken_by_another_agent(agents, monkeypatch):
     wait_until(lambda: b.has_moved(time.monotonic(), address, silent_s=60.0))
     wait_until(lambda: b.address(time.monotonic()) and b.process.is_alive)
     assert found(b) == b.process.address != address
+
+
+def test_a_look_at_the_lease_says_nothing_of_a_later_coordinator(agents, monkeypatch):
+    place, first, second = agents("a"), Holder("first", "127.0.0.1", 1), Holder("second", "127.0.0.1", 2)
+    goes_on = threading.Event()
+    monkeypatch.setattr(place.lease, "holder", lambda: first if goes_on.wait() else None)
+    assert not place.has_moved(time.monotonic(), first.address, silent_s=60.0)
+    goes_on.set()
+    wait_until(lambda: all(thread.name != "argosy-lease" for thread in threading.enumerate()))
+    monkeypatch.setattr(place.lease, "holder", lambda: second)
+    for silent_s in (0.1, 60.0, 60.0):
+        assert not place.has_moved(time.monotonic(), second.address, silent_s)
 
 
 def test_a_coordinator_that_has_lost_the_lease_and_does_not_end_is_killed(agents):

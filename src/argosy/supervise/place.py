@@ -109,7 +109,9 @@ class LeasedPlace:
 
     def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
         """Return True if the coordinator at `address`, which has not answered for a while, has lost the lease."""
-        if self._look is None and silent_s > LEASE_DOUBT_S and now >= self._look_from_s:
+        if silent_s <= LEASE_DOUBT_S:
+            self._look = None  # what was asked in an earlier silence may be about another coordinator
+        elif self._look is None and now >= self._look_from_s:
             self._look, self._look_from_s = self._in_thread(self.lease.holder), now + LEASE_LOOK_S
         if self._look is None or not self._look.done():
             return False
