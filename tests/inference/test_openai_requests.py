@@ -22,6 +22,7 @@ TEXT: dict[str, Any] = {"model": "m", "prompt": "hello"}
         ({"stop": ""}, "every text has the empty one in it"),
         ({"stop": ["a", ""]}, "at least 1 character"),
         ({"best_of": 2}, "Input should be 1"),
+        ({"logprobs": 0}, "this server does not have it; leave it out"),
         ({"logprobs": 3}, "this server does not have it; leave it out"),
         ({"logit_bias": {"5": 1}}, "this server does not have it; leave it out"),
         ({"max_tokens": "4"}, "valid integer"),

@@ -45,6 +45,12 @@ LeftOut = Annotated[JsonValue, AfterValidator(_is_left_out)]
 """A key that changes answers in a way that is not to be had here: only a value that asks for nothing is taken."""
 
 
+def _is_no_number(value: Any) -> Any:
+    if type(value) is int:  # 0 too: it asks for the log-probabilities of the tokens that are written
+        raise ValueError("this server does not have it; leave it out")
+    return value
+
+
 class StreamOptions(BaseModel):
     """Settings of a stream: what it tells beside the text."""
 
@@ -97,7 +103,7 @@ class CompletionRequest(SamplingRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     best_of: Literal[1] | None = None
     echo: LeftOut = None
-    logprobs: LeftOut = None
+    logprobs: Annotated[LeftOut, AfterValidator(_is_no_number)] = None
     suffix: LeftOut = None
 
     def prompts(self) -> list[str | list[int]]:
