@@ -68,6 +68,7 @@ def test_a_gpu_keeps_its_specification_and_gets_its_share() -> None:
     device = as_cluster(h200, TWO_NODES, measured).device
     assert device.peak_flops_per_s == h200.peak_flops_per_s and device.link_bytes_per_s == h200.link_bytes_per_s
     assert device.efficiency("bf16") == approx(0.7)
+    assert device.usable_bytes == TWO_NODES.memory_bytes, "torch sees no part of what the driver keeps"
 
 
 def test_two_nodes_are_joined_by_what_all_devices_get_at_once() -> None:

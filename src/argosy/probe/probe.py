@@ -128,7 +128,9 @@ def _device(catalogue: Device, machine: Machine, measured: Measurements) -> Devi
         if rate.kind == "square":
             best[rate.number_format] = max(rate.flops_per_s, best.get(rate.number_format, 0.0))
     local = machine.devices_per_node
-    found: dict[str, Any] = {"memory_bytes": machine.memory_bytes, "devices_per_node": local, "devices_per_host": local}
+    # What the driver keeps is no part of the memory that torch sees.
+    found: dict[str, Any] = {"memory_bytes": machine.memory_bytes, "reserved_bytes": 0.0}
+    found |= {"devices_per_node": local, "devices_per_host": local}
     if machine.kind == "cpu":
         found["peak_flops_per_s"] = PeakFlops(**best)
         found["matmul_efficiency"] = Efficiencies(**dict.fromkeys(best, 1.0))
