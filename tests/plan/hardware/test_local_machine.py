@@ -115,6 +115,16 @@ def test_what_a_process_does_alone_is_slower_among_more_and_no_faster_among_fewe
     assert seconds(resized(probed(), 8)) == pytest.approx([4 * each for each in before])
 
 
+def test_links_that_the_file_says_are_shared_as_the_cores_are():
+    said = '[[groups]]\ndevice = "cpu"\nnodes = 2\ndevices_per_node = 4\nnic_bytes_per_s = 1e9\nlink_bytes_per_s = 4e9\n'
+    network = '[[network]]\nname = "leaf"\ndevices = 8\nbandwidth_bytes_per_s = 8e8\nlatency_s = 1e-5\n'
+    Path("ours.toml").write_text(said + network)
+    found = resized(Cluster.load(Path("ours.toml")), 16)
+    node, leaf = found.tiers
+    assert (found.groups[0].nic_bytes_per_s, node.bytes_per_s, leaf.bytes_per_s) == (5e8, 2e9, 4e8)
+    assert (node.devices, leaf.devices) == (8, 16)
+
+
 def test_accelerators_do_not_share():
     assert resized(Cluster.parse("8xh100"), 4) == Cluster.parse("8xh100")
 

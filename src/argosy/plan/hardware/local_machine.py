@@ -130,10 +130,22 @@ def resized(cluster: Cluster, processes: int) -> Cluster:
             "devices_per_host": here,
         }
     )
+    of_group = {
+        "device": smaller,
+        "devices_per_node": here,
+        "link_bytes_per_s": group.link_bytes_per_s * alone,
+        "nic_bytes_per_s": group.nic_bytes_per_s * share,
+    }
     changed = {
-        "groups": (NodeGroup(device=smaller, nodes=group.nodes, devices_per_node=here, site=group.site),),
+        "groups": (group.model_copy(update=of_group),),
         "network": tuple(
-            tier.model_copy(update={"devices": max(1, round(tier.devices / share))}) for tier in cluster.network
+            tier.model_copy(
+                update={
+                    "devices": max(1, round(tier.devices / share)),
+                    "bandwidth_bytes_per_s": tier.bandwidth_bytes_per_s * share,
+                }
+            )
+            for tier in cluster.network
         ),
         "measured": cluster.measured and _resized(cluster.measured, share, alone),
     }
