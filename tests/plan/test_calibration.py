@@ -203,6 +203,11 @@ def test_a_folder_without_a_report_is_refused(tmp_path):
     (tmp_path / "report.json").write_text("{")
     with pytest.raises(UserError, match=r"report\.json cannot be read"):
         learn([tmp_path], CLUSTER)
+    with pytest.raises(UserError, match=r"there is no report\.json\. Give the folders of finished runs"):
+        learn([tmp_path / "report.json"], CLUSTER)
+    (tmp_path / "report.json").write_text("[]")
+    with pytest.raises(UserError, match="its report has no measured parts of a step"):
+        learn([tmp_path], CLUSTER)
 
 
 def test_the_command_corrects_the_file_and_says_how(tmp_path, monkeypatch, capsys):

@@ -204,12 +204,12 @@ class FinishedRun:
         """Read a run's folder. Raises: UserError if it has no report with measured parts."""
         path = folder / "report.json"
         try:
-            report: dict[str, Any] = json.loads(path.read_bytes())
-        except FileNotFoundError:
+            report: Any = json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"--learn {folder}: there is no report.json. Give the folders of finished runs.") from None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"--learn {folder}: report.json cannot be read ({error}). Leave it out.") from None
-        if not report.get("predicted"):
+        if not isinstance(report, dict) or not report.get("predicted"):
             raise UserError(f"--learn {folder}: its report has no measured parts of a step. Leave it out.")
         return cls(
             folder=folder,
