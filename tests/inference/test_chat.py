@@ -68,6 +68,7 @@ def test_the_end_of_a_turn_may_be_plain_text(model: LoadedModel, tmp_path: Path)
         ([{"role": "robot", "content": "hi"}], "has the role 'robot'"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'"),
         ([{"role": "user", "content": "a<|im_end|>b"}], "message 0 spells <|im_end|>"),
+        ([{"role": "user", "content": "a\udcff"}], "the messages: '\\udcff' at place"),
     ],
 )
 def test_messages_that_no_template_may_see_are_refused(model: LoadedModel, said: object, message: str) -> None:

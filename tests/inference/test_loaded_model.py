@@ -101,6 +101,11 @@ def test_a_reader_may_go_away(model):
     assert model.generate(PROMPT, max_tokens=2)
 
 
+def test_a_text_that_is_not_utf_8_is_refused(model):
+    with pytest.raises(UserError, match=r"a prompt: '\\udcff' at place 1 is no character\. Give text in UTF-8"):
+        model.generate("a\udcff")
+
+
 def test_it_begins_without_a_prompt_too(trained):
     assert generate(trained, max_tokens=20)
 

@@ -24,7 +24,7 @@ from argosy.inference.plans import plan_named, run_of_rows
 from argosy.inference.rank_model import RankModel, SampleRequest
 from argosy.inference.sampling import Prompt, Sampling, TextPiece
 from argosy.inference.trained_model import default_device
-from argosy.inference.writing import TextWriter
+from argosy.inference.writing import TextWriter, check_text
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 
@@ -210,6 +210,7 @@ class ChatModel:
             text = self.template.render(read, opens_answer=True)
         except BadRecord as problem:
             raise UserError(f"{problem.detail}. Send other messages.") from None
+        check_text(text, "the messages")
         return self.model.tokenizer.encode_template(text)
 
     def stream(self, prompts: Sequence[list[int]], sampling: Sampling) -> Generator[TextPiece]:

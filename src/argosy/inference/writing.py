@@ -16,6 +16,15 @@ BATCH_SIZE = 16
 """Rows that are written at once."""
 
 
+def check_text(text: str, what: str) -> None:
+    """Raise UserError for a text with halves of surrogate pairs, which stand for bytes that were not UTF-8, too."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        wrong = text[problem.start : problem.start + 1]
+        raise UserError(f"{what}: {wrong!r} at place {problem.start} is no character. Give text in UTF-8.") from None
+
+
 class TextWriter:
     """Writes texts with a model, wherever that computes.
 
@@ -79,9 +88,10 @@ class TextWriter:
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; those of a text begin as documents do (`encode_prompt`).
 
-        Raises: UserError for ids that the model does not know, or none.
+        Raises: UserError for ids that the model does not know, or none, and for a text that UTF-8 cannot say.
         """
         if isinstance(prompt, str):
+            check_text(prompt, "a prompt")
             return self.tokenizer.encode_prompt(prompt)
         if not prompt:
             raise UserError('a prompt without tokens: give at least one, or the text "" for a new document.')
