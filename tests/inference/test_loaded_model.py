@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import argosy
+from argosy.config.dump import save_run
+from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.inference.huggingface import export_checkpoint
 from argosy.inference.loaded_model import LoadedModel, generate, load_model
@@ -83,6 +85,20 @@ def test_the_rows_of_a_batch_are_written_as_if_alone(model):
     assert [(c.text, c.tokens, c.finish) for c in together] == [(c.text, c.tokens, c.finish) for c in alone]
     assert [c.prompt for c in together] == prompts
     assert model.generate(prompts, temperature=0, max_tokens=12) == [written(model, GREEDY, p) for p in prompts]
+
+
+def test_a_short_row_beside_one_beyond_the_original_context_is_written_as_if_alone(trained, tmp_path):
+    """longrope: the divisors follow from the row's own length."""
+    shutil.copytree(trained, tmp_path / "run")
+    run = load(tmp_path / "run" / "run.toml")
+    pairs = run.model.head_width // 2
+    scaling = {"kind": "longrope", "original_max_seq_len": 40, "short_divisors": (1.0,) * pairs,
+               "long_divisors": tuple(2.0 + i for i in range(pairs))}  # fmt: skip
+    save_run(run.with_keys(model={"rope_scaling": scaling}), tmp_path / "run" / "run.toml")
+    prompts = ["import", "word " * 30, PROMPT]
+    with argosy.load_model(tmp_path / "run") as stretched:
+        together = stretched.generate(prompts, temperature=0, max_tokens=12)
+        assert together == [written(stretched, GREEDY, prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])

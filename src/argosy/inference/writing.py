@@ -82,8 +82,19 @@ class TextWriter:
                     f"{which} has {len(tokens)} tokens and model.max_seq_len is {self.config.max_seq_len}. Shorten it."
                 )
         by_length = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-        batches = [by_length[first : first + batch_size] for first in range(0, len(ids), batch_size)]
+        alike = [[row for row in by_length if self._is_long(ids[row], sampling) == kind] for kind in (False, True)]
+        batches = [some[first : first + batch_size] for some in alike for first in range(0, len(some), batch_size)]
         return (piece for rows in batches for piece in self._batch(rows, ids, sampling))
+
+    def _is_long(self, tokens: Sequence[int], sampling: Sampling) -> bool:
+        """Return True for a row beyond the original context of longrope: all rows of its batch rotate as it does."""
+        scaling = self.config.rope_scaling
+        most = len(tokens) + self._limit(tokens, sampling)
+        return scaling.kind == "longrope" and most > scaling.original_max_seq_len
+
+    def _limit(self, tokens: Sequence[int], sampling: Sampling) -> int:
+        """Return the most new tokens of a row."""
+        return min(sampling.max_tokens, self.config.max_seq_len - len(tokens))
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; those of a text begin as documents do (`encode_prompt`).
@@ -106,7 +117,7 @@ class TextWriter:
 
     def _batch(self, rows: Sequence[int], ids: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[TextPiece]:
         """Yield the pieces of some rows, which are written together."""
-        limits = [min(sampling.max_tokens, self.config.max_seq_len - len(ids[row])) for row in rows]
+        limits = [self._limit(ids[row], sampling) for row in rows]
         seeds = [sampling.seed + row for row in rows]
         prompts = [list(ids[row]) for row in rows]
         asked = SampleRequest(prompts, limits, seeds, sampling.temperature, sampling.top_p, sorted(self.ends))
