@@ -14,6 +14,7 @@ from argosy.accelerator import forget_peak_memory, peak_memory_bytes
 from argosy.errors import ArgosyWarning
 from argosy.observe.events import Events, JsonLines, Metrics, each_line, from_the_end, read_lines
 from argosy.observe.line_follower import TAIL_BYTES, LineFollower
+from argosy.observe.records import MOST_LINE_BYTES
 
 RECORDS = [{"step": 0, "loss": 5.25}, {"step": 1, "text": "a\nb \N{GREEK SMALL LETTER ALPHA}"}, {"step": 2}]
 
@@ -95,6 +96,18 @@ def test_records_one_at_a_time_take_no_memory_for_the_others(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * TAIL_BYTES < path.stat().st_size
+
+
+def test_a_line_without_end_is_no_record_and_takes_little_memory(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"step": 1}\n')
+        file.truncate(8 * MOST_LINE_BYTES)  # zeros: a foreign folder may hold any number of them
+    tracemalloc.start()
+    assert list(each_line(path)) == list(from_the_end(path)) == [{"step": 1}]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * MOST_LINE_BYTES
 
 
 @pytest.fixture

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from argosy.errors import UserError
 from argosy.watch import linefile
-from argosy.watch.linefile import EventLog, WatchedFile, leads_away, spread_lines, table_of, tells_of_the_run
+from argosy.watch.linefile import (
+    MOST_DOCUMENT_BYTES,
+    EventLog,
+    WatchedFile,
+    leads_away,
+    spread_lines,
+    table_of,
+    tells_of_the_run,
+)
 
 
 def test_lines_are_taken_at_even_distances(tmp_path):
@@ -46,6 +56,17 @@ def test_a_file_that_is_none_of_ours_is_a_problem_in_words(tmp_path, monkeypatch
     (tmp_path / "report.json").write_text(text)
     watched = WatchedFile(tmp_path / "report.json", table_of)
     assert watched.refresh() and watched.value is None and said in watched.problem
+
+
+def test_of_a_table_that_is_too_large_no_more_is_read(tmp_path):
+    with (tmp_path / "summary.json").open("wb") as file:
+        file.truncate(8 * MOST_DOCUMENT_BYTES)
+    tracemalloc.start()
+    with pytest.raises(UserError):
+        table_of(tmp_path / "summary.json")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * MOST_DOCUMENT_BYTES
 
 
 def test_what_leads_away_is_not_read(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from argosy.observe.records import MOST_LINE_BYTES
 from argosy.watch import nodes
 from argosy.watch.nodes import NodeSeries
 from run_folders import append
@@ -55,3 +57,17 @@ def test_a_file_that_is_gone_has_no_lines(tmp_path: Path) -> None:
     found = NodeSeries(tmp_path / "none.jsonl")
     assert not found.refresh()
     assert found.records() == ([], True)
+
+
+def test_a_line_without_end_is_no_record_and_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "n.jsonl"
+    append(path, {"time_s": 1.0})
+    with path.open("ab") as file:
+        file.truncate(8 * MOST_LINE_BYTES)
+    tracemalloc.start()
+    found = NodeSeries(path)
+    found.refresh()
+    assert [record["time_s"] for record in found.records(0.5)[0]] == [1.0] == [found.last["time_s"]]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * MOST_LINE_BYTES

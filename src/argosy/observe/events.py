@@ -17,10 +17,12 @@ from typing import Any, BinaryIO
 
 from argosy.credentials import redacted
 from argosy.errors import ArgosyWarning
-from argosy.observe.records import finite, record_of
+from argosy.observe.records import MOST_LINE_BYTES, finite, record_of
 
 EVENTS_READ_BYTES = 2**16
 """Bytes that are read at once, from the end of a file backwards."""
+NO_RECORD = b"\0"
+"""Stands for the end of a line that is too long to be held, and is no record with it."""
 
 
 class JsonLines:
@@ -81,7 +83,7 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
     A last line that a kill cut off does not count.
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
+        while line := file.readline(MOST_LINE_BYTES + 1):
             if (record := record_of(line)) is not None:
                 yield record
 
@@ -99,6 +101,8 @@ def backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
     position = file.seek(0, os.SEEK_END)
     rest: list[bytes] = []  # the parts of a line whose begin is not read yet, from the last one on
     while position:
+        if len(rest) > MOST_LINE_BYTES // EVENTS_READ_BYTES:
+            rest = [NO_RECORD]
         size = min(EVENTS_READ_BYTES, position)
         position = file.seek(position - size)
         first, *lines = file.read(size).split(b"\n")

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from argosy.files import read_at_most
 from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import encodable, event_of, record_of
 
@@ -85,8 +86,11 @@ def leads_away(folder: Path, name: str) -> bool:
 
 
 def table_of(path: Path) -> dict[str, Any]:
-    """Return the table of a file of JSON, its numbers and texts as `record_of` leaves them. Raises: ValueError."""
-    table = record_of(path.read_bytes(), MOST_DOCUMENT_BYTES)
+    """Return the table of a file of JSON, its numbers and texts as `record_of` leaves them.
+
+    Raises: ValueError; UserError if it is too large; OSError.
+    """
+    table = record_of(read_at_most(path, MOST_DOCUMENT_BYTES), MOST_DOCUMENT_BYTES)
     if table is None:
         raise ValueError("no table of JSON")
     return table

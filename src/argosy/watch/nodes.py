@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from argosy.observe.events import from_the_end
 from argosy.observe.line_follower import LineFollower
-from argosy.observe.records import Record, node_line, record_of
+from argosy.observe.records import MOST_LINE_BYTES, Record, node_line, record_of
 
 MOST_RECORDS = 400
 NODES_READ_WHOLE_BYTES = 2**20
@@ -115,9 +115,9 @@ class NodeSeries:
         """Return the first record that begins at `offset` or later, and where; None if none does before `end`."""
         file.seek(max(0, offset - 1))
         if offset:
-            file.readline()  # the rest of a line, unless one begins right at `offset`
+            file.readline(MOST_LINE_BYTES)  # the rest of a line, unless one begins right at `offset`
         while (at := file.tell()) < end:
-            line = file.readline()
+            line = file.readline(MOST_LINE_BYTES)
             record = _line(line) if line.endswith(b"\n") else None
             if record is not None:
                 return at, record

@@ -16,6 +16,7 @@ import numpy as np
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
+from argosy.errors import UserError
 from argosy.files import text_at_end
 from argosy.observe.energy import JOULES_PER_KWH, machine_started_on
 from argosy.observe.heartbeat import BESIDE
@@ -263,7 +264,7 @@ def profiles(reader: RunReader) -> list[dict[str, Any]]:
                 entry |= table_of(folder / "summary.json")
         except FileNotFoundError:
             entry["problem"] = "it has no summary.json yet"
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError, UserError):
             entry["problem"] = "summary.json cannot be read"
         entry |= {"name": folder.name, "files": _files(folder)}
         found.append(entry)
