@@ -121,6 +121,17 @@ def test_nothing_outside_of_the_folder_is_read_through_a_link(tmp_path: Path) ->
     assert "secret" not in {event["event"] for event in opened(folder).events}
 
 
+def test_nothing_is_read_where_a_run_file_says_that_weights_are(tmp_path: Path) -> None:
+    folder = Made(steps=3).write(tmp_path / "demo")
+    others = Made(steps=3).write(tmp_path / "others")
+    (folder / "run.toml").write_text(f'model.weights = "{others}"\ntrain.steps = 3\n')
+    (others / "run.toml").write_text("model.width = 4096\n")
+    reader = RunReader.read(folder)
+    assert reader.run is not None and reader.run.model.width != 4096
+    (folder / "run.toml").write_text(f'model.weights = "{tmp_path}"\ntrain.steps = 3\n')
+    assert reader.refresh() and reader.problems == []  # a store, of a URL, would be asked as well
+
+
 def test_a_pipe_in_a_file_s_place_holds_nothing_up(tmp_path: Path) -> None:
     folder = Made(steps=20).write(tmp_path / "demo")
     (folder / "samples.jsonl").unlink()

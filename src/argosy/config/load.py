@@ -58,6 +58,7 @@ def load(
     overrides: Mapping[str, object] | None = None,
     *,
     overrides_mark: str = "overrides: ",
+    is_settled: bool = False,
 ) -> RunConfig:
     """Return the resolved run: the model preset, the run file's keys over it, `overrides` over both.
 
@@ -67,6 +68,7 @@ def load(
     overrides: dotted keys, e.g. {"train.steps": 100, "model.preset": "llama-20m"}; a preset replaces the
         file's whole model.
     overrides_mark: text before an override in an error message.
+    is_settled: the file is that of a run's folder, which says all sizes: nothing is read where model.weights leads.
 
     Paths in a run file are relative to it; in a preset or an override, to the current folder. The result's
     are absolute. Raises: UserError that names every wrong key and value, with file and line.
@@ -76,16 +78,16 @@ def load(
     folder = Path.cwd() if preset else path.absolute().parent
     file = file_layer(path, path.name if preset else str(path), folder)
     given = override_layer(overrides or {}, overrides_mark)
-    return load_layers(of_preset(file, given) if preset else file, given, folder)
+    return load_layers(of_preset(file, given) if preset else file, given, folder, is_settled)
 
 
-def load_layers(file: Layer, given: Layer, folder: Path) -> RunConfig:
+def load_layers(file: Layer, given: Layer, folder: Path, is_settled: bool = False) -> RunConfig:
     """Return the resolved run of a run file's values and of those `given` over them, as `load` does.
 
     folder: relative paths begin there. Raises: UserError.
     """
     below = over_model_preset(file, given)
-    said = of_weights(below | given) | below | given
+    said = ({} if is_settled else of_weights(below | given)) | below | given
     longest = said[MAX_SEQ_LEN_PATH].value if MAX_SEQ_LEN_PATH in said else ModelConfig().max_seq_len
     usual: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out} | practice(said, longest)
     return build(RunConfig, run_layer(usual, Source(""), folder) | said, below)

@@ -84,7 +84,7 @@ class RunFiles:
         """Nothing is read before `refresh`."""
         self.folder = folder
         self._events = EventLog(folder / "events")
-        self._run = WatchedFile(folder / "run.toml", lambda path: load(str(path)))
+        self._run = WatchedFile(folder / "run.toml", lambda path: load(str(path), is_settled=True))
         self._plan = WatchedFile(folder / "plan.toml", Plan.load)
         self._prediction = WatchedFile(folder / "plan.toml", Prediction.load)
         self._report = WatchedFile(folder / "report.json", lambda path: report_of(table_of(path)))
