@@ -134,7 +134,7 @@ def _keep_probes() -> None:
     from torch._inductor.cpu_vec_isa import VecISA
 
     probe = getattr(VecISA, PROBE_METHOD, None)
-    if probe is None:  # torch 2.11 asks in one process, and has no such method
+    if probe is None:  # an older image's torch asks in one process, and has no such method
         return
 
     def kept(self: VecISA, library: str) -> bool:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from argosy.accelerator import current_stream, is_accelerator, new_stream, on_stream
 from argosy.data.order import SPLITMIX_STEP, mix
 
-# torch 2.13 gave them these names and deprecates the old; 2.11 and 2.12 have only the old.
+# torch 2.13 gave them these names and deprecates the old; that of an older image has only the old.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
