@@ -88,7 +88,7 @@ class SimulatedReplica:
             now += passes * (step + self._prompts_s(chunk))
             passed += passes
             while running and running[0][0] <= passed:
-                done[heappop(running)[1]] = now
+                done[heappop(running)[1]] = now + self._start_s
             for request in begun:
                 waiting.remove(request)
                 first[request] = now + self._start_s
