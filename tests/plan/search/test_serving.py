@@ -32,6 +32,16 @@ def test_room_is_for_as_many_as_fit() -> None:
         search_for("llama3-8b", "1xh100", sequences=room + 1).found()
 
 
+def test_requests_are_answered_once_however_many_replicas_there_are() -> None:
+    alone, spread, whole = (
+        next(way for way in search_for("llama3-8b", cluster, fix="tp=1", sequences=many).found() if way.pp == 1)
+        for cluster, many in (("1xh100", 1), ("8xh100", 1), ("8xh100", 8))
+    )
+    assert spread.tokens_per_s.mid == pytest.approx(alone.tokens_per_s.mid)
+    assert spread.tokens_per_s_device == pytest.approx(alone.tokens_per_s_device / 8), "seven replicas wait"
+    assert whole.tokens_per_s.mid == pytest.approx(8 * alone.tokens_per_s.mid)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -227,8 +227,10 @@ class ServingSearch:
         load = ServingLoad(sequences, asked.prompt, asked.output)
         found = model.latencies(load)
         rates = found.reached(load)
-        replicas = np.array([n for _, n, _ in rows], float)
-        return self._servings(rows, model, found.ttft_s, found.tpot_s, rates * replicas, np.zeros(len(rows)), None)
+        busy = np.array([n for _, n, _ in rows], float)
+        if asked.sequences is not None:  # they need not fill all replicas
+            busy = np.minimum(busy, asked.sequences / sequences)
+        return self._servings(rows, model, found.ttft_s, found.tpot_s, rates * busy, np.zeros(len(rows)), None)
 
     def _apart(self, rows: list[tuple[ServingWay, int, int]], model: ServingModel) -> list[Serving]:
         """Return the ways whose prefill has devices of its own, as many as keep the others busy."""
