@@ -47,7 +47,12 @@ def test_an_impossible_or_missing_figure_is_named(load: Load, figures: dict[str,
         ("", r"device has no work to do\. Add \[train\], \[serve\] or both"),
         (TRAIN.replace("devices = 64\n", ""), r"train\.devices is missing"),
         (SERVE + 'weights = ["fp7"]', r"serve\.weights = 'fp7' is not known\. Try fp32"),
+        (TRAIN + "precision = []", r"train\.precision: the list is empty\. Give at least one value"),
         (TRAIN + '[speedup]\nbefore = "a100"\nafter = "a100"', r"speedup\.after = 'a100' is the device before"),
+        (
+            SERVE + 'weights = ["int4"]\n[speedup]\nbefore = "a100"\nafter = "h100"',
+            r"serve\.weights = 'int4': a speed-up is told for matmuls in bf16, fp8 and fp4",
+        ),
     ],
 )
 def test_work_that_cannot_be_done_is_named(load: Load, work: str, message: str) -> None:

@@ -175,7 +175,7 @@ class TrainSpace(Section):
     """Tokens of a sequence."""
     tokens: PositiveFloat
     """Tokens to train on."""
-    precision: tuple[Literal["bf16", "fp8", "fp4"], ...] = ("bf16",)
+    precision: Annotated[tuple[Literal["bf16", "fp8", "fp4"], ...], BeforeValidator(_listed)] = ("bf16",)
     """Number formats of matmuls to choose from; those that a device lacks are left out."""
 
 
@@ -266,6 +266,12 @@ class DesignSpace(Section):
     def _has_work(self) -> Self:
         if self.train is None and self.serve is None:
             raise ValueError("device has no work to do. Add [train], [serve] or both")
+        if self.speedup is not None and self.serve is not None:
+            stored = [word for word in self.serve.weights if f"{word}_flops_per_s" not in RATES]
+            if stored:
+                raise ValueError(
+                    f"serve.weights = {stored[0]!r}: a speed-up is told for matmuls in bf16, fp8 and fp4. Give these"
+                )
         axes = self.device.axes
         if (points := math.prod(map(len, axes.values()))) > MOST_DESIGN_POINTS:
             raise ValueError(f"device has {points:,} points, more than {MOST_DESIGN_POINTS:,}. Give fewer values")
