@@ -81,6 +81,8 @@ def test_spaces_order_and_a_last_comma_do_not_matter(text):
         ("dp=2", "plan: unknown key 'dp'; did you mean dp_replicate or dp_shard?"),
         ("tp=0", "plan.tp = 0: must be a whole number above 0.\n  Try 1"),
         ("tp=2.5", 'plan.tp = "2.5": must be a whole number above 0.\n  Try 1'),
+        ("microbatch=99999999999999999999", "plan.microbatch = 99999999999999999999: numbers of ten digits or more"),
+        ("dp_replicate=2,shares=99999999999999999999:1", "plan.shares = 99999999999999999999:1: numbers of ten digits"),
         ("tp=two", 'plan.tp = "two": must be a whole number above 0.\n  Try 1'),
         (
             "precision=fp4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -84,6 +85,8 @@ PLAN_VARIABLE = "ARGOSY_PLAN"
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
 MESH = (*MESH_AXES, "ep")
+TOO_LARGE = re.compile(r"\d{10}")
+"""In a value of a plan: products of such numbers are beyond arrays of whole numbers."""
 NUMERICS = ("precision", "weights", "reduce", "sync", "compile")
 """Keys of a plan that change the numbers of training; the others change only the order in which numbers are summed."""
 
@@ -173,6 +176,8 @@ class Plan(Section, Quantities[int]):
                 near = longer or difflib.get_close_matches(key, cls.model_fields, n=1)
                 hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are: {', '.join(cls.model_fields)}."
                 raise UserError(f"plan: unknown key {key!r}; {hint}")
+            if TOO_LARGE.search(words[key]):
+                raise UserError(f"plan.{key} = {words[key]}: numbers of ten digits or more are of no plan. Lower it.")
         try:
             return cls.model_validate({key: _number(word) for key, word in words.items()})
         except ValidationError as error:
