@@ -126,3 +126,8 @@ def test_a_longer_run_has_more_stops_and_spares_only_for_as_long_as_it_lasts():
     low, mid, high = month.spare_nodes
     assert low < mid < high and f"hold {mid} ({low} to {high}) spare nodes" in spares_in_words(month)
     assert "silent corruptions" in stops_in_words(month) and month.corruptions.high >= 1
+
+
+def test_spares_are_for_the_nodes_of_the_job_not_for_all_that_there_are():
+    alone = reliability(Cluster.parse("1024xh100"), 1024, 1024.0 * 720)
+    assert reliability(FLEET, 1024, 1024.0 * 720).spare_nodes == alone.spare_nodes

@@ -198,9 +198,9 @@ def reliability(cluster: Cluster, devices: int, device_hours: float, rates: Fail
     rates: what is known of its failures; default: what the catalogue says.
     """
     rates = rates or FailureRates.of(cluster, devices)
-    of_nodes = node_stops_per_h(cluster, rates)
+    of_nodes, used = node_stops_per_h(cluster, rates), devices / cluster.devices
     repair_h = min(float(REPAIR_H.mid), device_hours / devices)  # a node that fails in a short run is not back in it
-    low, mid, high = (spare_nodes(float(each), repair_h) for each in (of_nodes.low, of_nodes.mid, of_nodes.high))
+    low, mid, high = (spare_nodes(float(each) * used, repair_h) for each in (of_nodes.low, of_nodes.mid, of_nodes.high))
     components = rates.expected(device_hours)
     return Reliability(
         stops=rates.expected_in_all(device_hours),
