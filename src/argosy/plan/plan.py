@@ -170,14 +170,14 @@ class Plan(Section, Quantities[int]):
     @classmethod
     def from_words(cls, words: dict[str, str]) -> Self:
         """Make a plan from keys and values, as `words_of` gives them. Raises: UserError."""
-        for key in words:
+        for key, word in words.items():
             if key not in cls.model_fields:
                 longer = [name for name in cls.model_fields if name.startswith(f"{key}_")]
                 near = longer or difflib.get_close_matches(key, cls.model_fields, n=1)
                 hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are: {', '.join(cls.model_fields)}."
                 raise UserError(f"plan: unknown key {key!r}; {hint}")
-            if TOO_LARGE.search(words[key]):
-                raise UserError(f"plan.{key} = {words[key]}: numbers of ten digits or more are of no plan. Lower it.")
+            if TOO_LARGE.search(word):
+                raise UserError(f"plan.{key} = {word}: numbers of ten digits or more are of no plan. Lower it.")
         try:
             return cls.model_validate({key: _number(word) for key, word in words.items()})
         except ValidationError as error:

@@ -116,7 +116,9 @@ def test_what_a_process_does_alone_is_slower_among_more_and_no_faster_among_fewe
 
 
 def test_links_that_the_file_says_are_shared_as_the_cores_are():
-    said = '[[groups]]\ndevice = "cpu"\nnodes = 2\ndevices_per_node = 4\nnic_bytes_per_s = 1e9\nlink_bytes_per_s = 4e9\n'
+    said = (
+        '[[groups]]\ndevice = "cpu"\nnodes = 2\ndevices_per_node = 4\nnic_bytes_per_s = 1e9\nlink_bytes_per_s = 4e9\n'
+    )
     network = '[[network]]\nname = "leaf"\ndevices = 8\nbandwidth_bytes_per_s = 8e8\nlatency_s = 1e-5\n'
     Path("ours.toml").write_text(said + network)
     found = resized(Cluster.load(Path("ours.toml")), 16)
