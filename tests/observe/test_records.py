@@ -64,3 +64,8 @@ def test_text_can_be_encoded():
 def test_seconds_of_an_event_are_a_number_or_left_out() -> None:
     save = {"event": "save", "time_s": 1.0, "step": 3}
     assert event_of({**save, "seconds": "long"}) == save and event_of({**save, "seconds": 2}) == {**save, "seconds": 2}
+
+
+def test_tokens_are_whole_and_an_alert_began_at_a_time_that_there_is() -> None:
+    assert step_line({"loss": 1.0, "step": 1, "tokens": 1.5}) == {"loss": 1.0, "step": 1}
+    assert event_of({"event": "alert", "time_s": 1.0, "since_s": float("inf")}) == {"event": "alert", "time_s": 1.0}

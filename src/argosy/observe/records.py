@@ -183,13 +183,14 @@ _STEP_RECORD = _table(
     {
         "step": _count,
         "time_s": _time,
+        "tokens": _count,
         "seconds": _NUMBER_TABLE,
         "memory": _NUMBER_TABLE,
         "user": _NUMBER_TABLE,
         "sync": _NUMBER_TABLE,
         "communication": _tables_of(_tables_of(_NUMBER_LISTS)),
         "experts": _tables_of(_table({"tokens": _NUMBER_LISTS}, _number)),
-        **dict.fromkeys(("tokens", "lr", "step_time_s", "tokens_per_s", "mfu", "memory_bytes"), _number),
+        **dict.fromkeys(("lr", "step_time_s", "tokens_per_s", "mfu", "memory_bytes"), _number),
     }
 )
 _EVALUATION = _table({"step": _count, "tasks": _tables_of(_NUMBER_TABLE)}, _number)
@@ -214,6 +215,7 @@ _EVENT = _table(
     {
         "event": _text,
         "time_s": _time,
+        "since_s": _time,
         "ranks": _any_of(_RANKS, _tables_of(_rank)),
         "rank": _rank,
         "evidence": _table(dict.fromkeys(("factor", "last_step", "steps", "own_s", "peers_s"), _number)),
