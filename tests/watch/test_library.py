@@ -233,6 +233,7 @@ ROW = {"loss": 2.5, "validation_loss": 2.75, "tokens": 2e9, "state": "finished",
         ("not mfu < 1", True),
         ("state < 3", False),
         ("loss / 0 > 1", False),
+        ('model * 100000000000 == "" or "a" * 100000000000 == ""', False),  # texts are no numbers, and take no memory
     ],
 )
 def test_a_condition_holds_or_not(text: str, holds: bool) -> None:

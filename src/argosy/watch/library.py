@@ -320,7 +320,10 @@ def _value(tree: ast.expr, row: Row) -> Any:
         case ast.UnaryOp(operand=part):
             value = -_value(part, row)
         case ast.BinOp(left=left, op=sign, right=right):
-            value = ARITHMETIC[type(sign)](_value(left, row), _value(right, row))
+            both = _value(left, row), _value(right, row)
+            if any(isinstance(each, str) for each in both):
+                raise TypeError  # a text, repeated a billion times, would take all memory
+            value = ARITHMETIC[type(sign)](*both)
         case ast.Compare(left=left, ops=signs, comparators=others):
             values = [_value(each, row) for each in (left, *others)]
             pairs = zip(signs, values, values[1:], strict=False)
