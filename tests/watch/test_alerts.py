@@ -118,6 +118,13 @@ def later_step(facts: RunFacts, now_s: float) -> RunFacts:
     return replace(facts, steps=steps, now_s=now_s)
 
 
+@pytest.mark.parametrize("alert", ["stall", "low_goodput", "checkpoint_unverified"])
+def test_an_alert_about_how_a_run_trains_ends_with_the_run(alert: AlertKind):
+    alerts, facts = Alerts(AlertsConfig(on=(alert,))), WRONG[alert][0]()
+    assert states(alerts.look(facts)) == [(alert, "begins")]
+    assert states(alerts.look(replace(facts, state="finished"))) == [(alert, "ends")]
+
+
 def test_an_alert_does_not_flap_while_it_comes_and_goes():
     alerts = Alerts(AlertsConfig(on=("stall",)))
     stalled, said = WRONG["stall"][0](), []

@@ -202,6 +202,8 @@ def node_in_doubt(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCond
 def low_goodput(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that little of the last time went into steps that count."""
     window_s = 60 * settings.goodput_minutes
+    if facts.has_ended:
+        yield AlertCondition(False, "the run has ended")
     if facts.state != "training" or not facts.now_s - facts.continued_s >= window_s:
         return
     times, took = facts.column("time_s"), facts.column("step_time_s")
@@ -220,6 +222,8 @@ def low_goodput(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondit
 def checkpoint_unverified(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that for long no checkpoint was read back and found whole."""
     run = facts.run
+    if facts.has_ended:
+        yield AlertCondition(False, "the run has ended")
     if run is None or facts.state != "training" or not (run.checkpoint.every_steps or run.checkpoint.every_minutes):
         return
     whole = [float(event["time_s"]) for event in (*facts.of("verified")[-1:], *facts.of("resume")[-1:])]
