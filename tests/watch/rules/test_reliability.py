@@ -167,6 +167,11 @@ def test_saves_in_the_background_are_to_be_rarer_or_on_a_faster_disk():
     assert slow.do.startswith("Write to a faster disk: a save begins only when the one before has been written.")
 
 
+def test_a_run_that_saves_by_steps_is_told_to_save_by_time_alone():
+    for rule, facts in ((checkpoint_stalls, saved(100, 0.05, every_steps=100)), (checkpoint_interval, saved(20, 0.05))):
+        assert ("and checkpoint.every_steps = 0" in said(rule, facts).do) == (rule is checkpoint_stalls)
+
+
 @pytest.mark.parametrize("facts", [saved(100, 0.02), saved(1000, 0.05)])
 def test_short_stalls_and_a_single_save_are_no_matter(facts):
     assert checkpoint_stalls(facts, Planner(facts)) is None

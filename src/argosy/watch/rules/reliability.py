@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from argosy.config.schema import RunConfig
 from argosy.errors import counted
 from argosy.plan.cost.economy import RESTART_S, CheckpointCost, best_interval_s, effective_share
 from argosy.plan.cost.estimate import percent, seconds
@@ -129,7 +130,7 @@ def checkpoint_stalls(facts: RunFacts, planner: Planner) -> Advice | None:
     how = "in the background" if run.checkpoint.background else "while training waits"
     rarer = _interval(facts, planner)
     doing = (
-        f"Save at most every {seconds(rarer.best_s)} ({_keys(rarer.best_s)})."
+        f"Save at most every {seconds(rarer.best_s)} ({_keys(run, rarer.best_s)})."
         if run.checkpoint.background and rarer is not None and rarer.best_s > rarer.now_s
         else "Set checkpoint.background = true: the state is copied, and written while training goes on."
         if not run.checkpoint.background
@@ -165,7 +166,7 @@ def checkpoint_interval(facts: RunFacts, planner: Planner) -> Advice | None:
         f"Checkpoints should be {'oftener' if oftener else 'rarer'}",
         f"One is made every {seconds(found.now_s)} and stops training for {seconds(found.stall_s)}; with {rate} the "
         f"best interval is {seconds(found.best_s)} (Young 1974, Daly 2006).",
-        f"Set {_keys(found.best_s)}.",
+        f"Set {_keys(facts.run, found.best_s)}.",
         f"{percent(found.gain)} of the time",
         found.gain,
         facts=vars(found),
@@ -212,8 +213,9 @@ def _saves(facts: RunFacts) -> list[Event]:
     return list({int(save["step"]): save for save in reversed(facts.of("save"))}.values())[::-1]
 
 
-def _keys(interval_s: float) -> str:
-    return f"checkpoint.every_minutes = {max(0.1, float(f'{interval_s / 60:.2g}')):g}"
+def _keys(run: RunConfig | None, interval_s: float) -> str:
+    by_steps = " and checkpoint.every_steps = 0" if run is not None and run.checkpoint.every_steps else ""
+    return f"checkpoint.every_minutes = {max(0.1, float(f'{interval_s / 60:.2g}')):g}{by_steps}"
 
 
 def _step_s(facts: RunFacts) -> float:
