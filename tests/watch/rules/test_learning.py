@@ -153,10 +153,11 @@ def test_the_first_step_at_a_hundredth_of_the_peak_is_named():
         (np.concatenate([np.ones(50), np.linspace(0, 0.01, 50)]), 400),  # it rises again
         (np.concatenate([np.ones(50), np.full(50, 0.01)]), 119),
         (np.zeros(100), 400),
+        (np.concatenate([np.ones(900), np.linspace(0.01, 0, 60)[:30]]), 965),  # the tail of a cosine
     ],
 )
 def test_a_rate_that_is_larger_shorter_rising_or_near_the_end_is_not_said_to_have_ended(lr, steps):
-    facts = of_steps(100, small_run(train={"steps": steps}), lr=lr)
+    facts = of_steps(len(lr), small_run(train={"steps": steps}), lr=lr)
     assert learning_rate_ended(facts, Planner(facts)) is None
 
 

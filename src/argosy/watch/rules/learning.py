@@ -23,6 +23,8 @@ GROWN_BY, GROWN_STEPS = 3.0, 400
 (Wortsman et al. 2023, "Small-scale proxies for large-scale Transformer training instabilities")."""
 LR_ENDED, LR_STEPS = 0.01, 20
 """Below this share of its peak a learning rate changes next to nothing; so many steps of it are a mistake."""
+LR_TAIL = 0.07
+"""A cosine to 0 is below that share in its last 6.4 %, and means to be."""
 SKEWED = 4.0
 """Tokens of the busiest expert over the mean. The planner counts on 1.5, published runs stay below 2 to 3."""
 DROPPED = 0.05
@@ -108,6 +110,8 @@ def learning_rate_ended(facts: RunFacts, planner: Planner) -> Advice | None:
     if not (peak > 0 and np.all(lately <= LR_ENDED * peak) and np.all(np.diff(lately) <= 0)):
         return None
     since = int(facts.column("step")[len(lr) - int(np.argmax(lr[::-1] > LR_ENDED * peak))])
+    if len(lr) + left - since <= LR_TAIL * (len(lr) + left):
+        return None
     return Advice(
         "learning_rate_ended",
         "warning",
