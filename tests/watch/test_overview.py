@@ -36,6 +36,13 @@ def test_a_run_that_has_ended_has_nothing_left_and_its_reports_goodput(tmp_path:
     assert (row.state, row.eta_s, row.goodput) == ("finished", None, report["goodput"])
 
 
+def test_a_run_in_minutes_that_goes_on_to_a_number_of_steps_makes_that_many(tmp_path: Path) -> None:
+    reader = read(MADE, tmp_path)
+    append(reader.folder / "events/rank-0.jsonl", {"time_s": START_S + 1, "event": "length", "steps": 80})
+    reader.refresh()
+    assert row_of("demo", reader).steps == 100
+
+
 def test_a_folder_that_tells_nothing_has_no_figures(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/metrics.jsonl").touch()

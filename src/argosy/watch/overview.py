@@ -146,7 +146,8 @@ def _count(step: Any) -> int | None:
 
 def _steps_to_make(run: RunFiles) -> int | None:
     lengths = [event["steps"] for event in run.events if event["event"] == "length" and event.get("steps")]
-    return lengths[-1] if lengths else (run.run.train.steps or None) if run.run else None
+    planned = run.run.train.steps if run.run else 0
+    return planned or (lengths[-1] if lengths else None)
 
 
 def _eta_s(run: RunFiles) -> float | None:
