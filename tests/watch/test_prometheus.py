@@ -80,3 +80,15 @@ def test_prometheus_own_linter_finds_nothing():
     command, text = ["promtool", "check", "metrics"], exposition([FULL, large(100)])
     done = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_ranks_of_a_world_that_is_over_are_not_told_of_and_its_energy_is():
+    nodes = {
+        name: {"generation": generation, "ranks": [0], "step_s": [0.5], "energy": {"total_joules": 2.0}}
+        for name, generation in (("old-pod", 1), ("new-pod", 2))
+    }
+    lines = exposition([LatestFacts(run="a", nodes=nodes)]).splitlines()
+    assert [line for line in lines if "argosy_rank_step" in line and "old-pod" in line] == []
+    assert {"old-pod", "new-pod"} == {
+        line.split('node="')[1].partition('"')[0] for line in lines if line.startswith("argosy_node_energy")
+    }

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from argosy.watch.reader import RunReader
-from argosy.watch.steps import step_parts
+from argosy.watch.steps import memory, step_parts
 
 
 def line(step: int, **more: object) -> str:
@@ -43,3 +43,13 @@ def test_each_site_s_part_in_the_rounds_is_told(tmp_path: Path) -> None:
         {"site": "B", "rounds": 1, "of_rounds": 2, "norm": 2.0, "spread": 0.5},
     ]
     assert step_parts(reader, 0, 48)["sites"] == []
+
+
+def test_memory_of_ranks_is_that_of_the_newest_world(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line(0) + "\n")
+    (tmp_path / "nodes").mkdir()
+    for generation, (node, ranks) in enumerate((("left", [0, 1, 2]), ("here", [0, 1]))):
+        told = {"time_s": 1.0 + generation, "generation": generation, "ranks": ranks, "memory_bytes": [7] * len(ranks)}
+        (tmp_path / "nodes" / f"{node}.jsonl").write_text(json.dumps(told) + "\n")
+    by_rank = memory(RunReader.read(tmp_path))["by_rank"]
+    assert (by_rank["ranks"], by_rank["nodes"]) == ([0, 1], ["here", "here"])

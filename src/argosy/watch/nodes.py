@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +130,12 @@ def _line(line: bytes) -> Record | None:
     """Return a line that says when it was written; None if it is none."""
     record = node_line(record_of(line) or {})
     return record if "time_s" in record else None
+
+
+def in_newest_world(lines: Mapping[str, Record]) -> list[str]:
+    """Return the nodes whose newest lines are about the newest world: others have left, or have another name now."""
+    newest = max((line.get("generation", 0) for line in lines.values()), default=0)
+    return [node for node, line in lines.items() if line.get("generation", 0) == newest]
 
 
 SERIES_POINTS = 500

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from argosy.watch.nodes import in_newest_world
 from argosy.watch.timeline import State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,7 +34,7 @@ class LatestFacts:
     """The newest line of a step."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     """The newest line of an evaluation."""
-    nodes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    nodes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Node -> its newest line."""
     events: Counter[str] = field(default_factory=Counter)
     """Kind of event -> how often it came."""
@@ -138,7 +139,9 @@ def _samples(run: LatestFacts) -> Iterator[Sample]:
     yield from _plain("sync", _table(run.step, "sync"))
     for kind, count in sorted(run.events.items()):
         yield "argosy_events_total", {"event": kind}, count
-    of_nodes = [sample for node, line in run.nodes.items() for sample in _of_node(node, line)]
+    of_nodes = [sample for node in in_newest_world(run.nodes) for sample in _of_node(node, run.nodes[node])]
+    for node, line in run.nodes.items():  # also what those used that have left
+        of_nodes.append(("argosy_node_energy_joules_total", {"node": node}, _table(line, "energy").get("total_joules")))
     yield from _bounded(of_nodes)
 
 
@@ -176,7 +179,6 @@ def _of_node(node: str, line: Mapping[str, Any]) -> Iterator[Sample]:
             yield name, {"node": node, "rank": str(rank)}, value
     for name, key in _in("host"):
         yield name, {"node": node}, _table(line, "host").get(key)
-    yield "argosy_node_energy_joules_total", {"node": node}, _table(line, "energy").get("total_joules")
 
 
 def _list(record: Mapping[str, Any], key: str) -> Sequence[Any]:

@@ -20,6 +20,7 @@ from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import device_named
 from argosy.watch.columns import STEP_COLUMN, Columns, Floats, channels_in, finite_mean, middle_half
 from argosy.watch.metrics_table import Preview
+from argosy.watch.nodes import in_newest_world
 from argosy.watch.reader import RunReader
 
 MOST_SERIES_POINTS = 5000
@@ -269,9 +270,10 @@ def _newest(values: Floats) -> float | None:
 
 def _by_rank(reader: RunReader) -> dict[str, list[Any]]:
     rows = []
-    for node, series in reader.nodes.items():
-        both = zip(series.last.get("ranks", ()), series.last.get("memory_bytes", ()), strict=False)
-        limit = _limit_bytes(series.last)
+    lines = {node: series.last for node, series in reader.nodes.items()}
+    for node in in_newest_world(lines):
+        both = zip(lines[node].get("ranks", ()), lines[node].get("memory_bytes", ()), strict=False)
+        limit = _limit_bytes(lines[node])
         rows += [(rank, node, used, limit) for rank, used in both]
     rows.sort(key=lambda row: row[0])
     names = ("ranks", "nodes", "bytes", "limit_bytes")
