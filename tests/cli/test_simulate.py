@@ -31,6 +31,11 @@ def test_a_model_and_a_plan_are_enough(capsys: pytest.CaptureFixture[str], tmp_p
         (["--model", "llama3.1-504b", "--plan", "tp=2"], "did you mean"),
         (["--plan", "dp_shard=2", "--cluster", "2xh1000"], "h100"),
         (["--plan", "dp_shard=2", "--device", "cuda", "--trace", "x.json"], "--trace"),
+        ([*TINY, "--plan", "dp_shard=2", "--trace", "/no/x.json"], "--trace /no/x.json: cannot be written"),
+        (
+            [*TINY, "--plan", "auto", "--launch.processes", "0"],
+            'plan = "auto" is for any number of ranks. Say for how many, e.g. --world-size 8',
+        ),
     ],
 )
 def test_what_makes_no_sense_is_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

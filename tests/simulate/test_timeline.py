@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.topology import Topology
 from argosy.simulate.record import Change, Event, MemoryBlock, Operation, SendEvent, StepPlace, Trace, WaitEvent
-from argosy.simulate.timeline import COMPUTE, Durations, StepTimeline, draw, write_chrome_trace
+from argosy.simulate.timeline import COMPUTE, Durations, StepTimeline, chrome_trace, draw
 
 CLUSTER = Cluster.parse("16xh100")
 HERE = StepPlace("forward", 0)
@@ -101,10 +100,10 @@ def test_a_rank_waits_for_what_another_has_not_sent_yet():
     assert alone.waited_s["pp"] == pytest.approx(message), "the other is taken to be as far"
 
 
-def test_the_trace_file_has_a_track_for_the_device_and_each_axis(tmp_path: Path):
+def test_the_trace_file_has_a_track_for_the_device_and_each_axis():
     grown = Change(2**20, MemoryBlock(), HERE)
-    write_chrome_trace({3: alone(grown, MATMUL, all_gather(), WaitEvent(0, HERE), MATMUL)}, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    trace = chrome_trace({3: alone(grown, MATMUL, all_gather(), WaitEvent(0, HERE), MATMUL)})
+    events = json.loads(trace)["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X"]
     assert [(e["name"], tracks[e["tid"]]) for e in spans] == [

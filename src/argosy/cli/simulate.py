@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from argosy.cli.documents import answer
+from argosy.cli.documents import answer, write_file
 from argosy.cli.options import TrustCode, parse_run
 from argosy.config.launch import DeviceType
 from argosy.errors import RunFailed, UserError
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--world-size {options.world_size}: must be at least 1. Leave it out for that of the plan.")
     from argosy.plan.hardware.clusters import Cluster
     from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate
-    from argosy.simulate.timeline import write_chrome_trace
+    from argosy.simulate.timeline import chrome_trace
 
     named = Cluster.parse(options.cluster) if options.cluster else None
     run, plan = settle(run, options.world_size, named)
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
         return
     found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
     if options.trace is not None:
-        write_chrome_trace({one.record.rank: one.timeline for one in found}, options.trace)
+        write_file(options.trace, chrome_trace({one.record.rank: one.timeline for one in found}), "--trace")
     answer(
         options.json,
         "simulate",

@@ -159,6 +159,8 @@ def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = Non
         run = run.with_keys(model={"vocab_size": _vocab_size(run)})
     written = processes_of(run.plan)
     size = world_size or written or run.launch.processes
+    if not size:
+        raise UserError(f'plan = "{run.plan}" is for any number of ranks. Say for how many, e.g. --world-size 8.')
     if written and size != written:
         raise UserError(
             f'--world-size {size}: the plan "{run.plan}" is for {written} ranks. Try --world-size {written}.'

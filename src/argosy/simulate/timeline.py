@@ -6,13 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from argosy.files import atomic_write
 from argosy.plan.cost.collectives import Group, all_reduce_s, all_to_all_s, gather_s, send_s
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.estimate import first_of
@@ -210,11 +208,10 @@ class _Player:
             self.timeline.spans.append(Span(name, track, start_s, duration_s, where))
 
 
-def write_chrome_trace(timelines: Mapping[int, StepTimeline], path: Path) -> None:
-    """Write the timelines in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read."""
+def chrome_trace(timelines: Mapping[int, StepTimeline]) -> str:
+    """Return the timelines in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read."""
     events = [event for rank, timeline in timelines.items() for event in _chrome_events(rank, timeline)]
-    with atomic_write(path) as file:
-        file.write(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _chrome_events(rank: int, timeline: StepTimeline) -> Iterator[dict[str, Any]]:
