@@ -78,7 +78,7 @@ def test_it_is_as_good_as_the_best_of_all_orders_and_shares():
     ]
     names, shares = {each.name: each for each in jobs}, (1.0, 0.5, 0.25)
     best = min(
-        cost(names, placed(jobs, {"c": 64}, Decisions(order, most, ("",) * 4)))
+        cost(names, placed(jobs, {"c": 64}, Decisions(order, most)))
         for order in permutations(range(4))
         for most in product(shares, repeat=4)
     )
@@ -95,7 +95,7 @@ def test_an_elastic_job_takes_what_becomes_free_and_a_rigid_one_does_not():
     held = job("held", 400, 32, elastic=False, priority=100.0)
     for elastic in (True, False):
         jobs = [held, job("mine", 2000, elastic=elastic)]
-        found = by_name(placed(jobs, {"c": 64}, Decisions((0, 1), (1.0, 1.0), ("", ""))))
+        found = by_name(placed(jobs, {"c": 64}, Decisions((0, 1), (1.0, 1.0))))
         assert [stint.devices for stint in found["mine"].stints] == ([32, 64] if elastic else [64])
         check(jobs, {"c": 64}, list(found.values()))
 
@@ -114,7 +114,7 @@ def test_holes_are_filled_without_delaying_who_was_placed_before():
         job("big", 640, 64, elastic=False),
         job("little", 20, 8, elastic=False),
     ]
-    found = by_name(placed(jobs, {"c": 64}, Decisions((0, 1, 2), (1.0,) * 3, ("",) * 3)))
+    found = by_name(placed(jobs, {"c": 64}, Decisions((0, 1, 2), (1.0,) * 3)))
     assert found["little"].begin_s == 0.0
     assert found["big"].begin_s == found["long"].end_s
 

@@ -170,8 +170,6 @@ class Decisions:
     """Jobs as they are placed, the first first."""
     most: tuple[float, ...]
     """Share of a cluster that each job may take at most."""
-    where: tuple[str, ...]
-    """Cluster of each job; empty: where it ends first."""
 
 
 def placed(jobs: Sequence[PlannedJob], clusters: Mapping[str, int], decisions: Decisions) -> list[JobPlacement]:
@@ -258,15 +256,13 @@ def schedule(jobs: Sequence[PlannedJob], clusters: Mapping[str, int]) -> list[Jo
         lambda i: (jobs[i].deadline_s - shortest(jobs[i]), i),
     )
     starts = [
-        Decisions(tuple(sorted(range(len(jobs)), key=rule)), most, ("",) * len(jobs))
-        for rule in rules
-        for most in (whole, _part(whole))
+        Decisions(tuple(sorted(range(len(jobs)), key=rule)), most) for rule in rules for most in (whole, _part(whole))
     ]
     scored = [(cost(by_name, found), k, found) for k, found in enumerate(placed(jobs, clusters, g) for g in starts)]
     score, at, found = min(scored, key=lambda each: each[:2])
     best = starts[at]
     for _ in range(TRIALS if len(jobs) > 1 else 0):
-        other = _changed(best, random, ["", *clusters])
+        other = _changed(best, random)
         tried = placed(jobs, clusters, other)
         if (its := cost(by_name, tried)) <= score:
             score, best, found = its, other, tried
@@ -277,17 +273,15 @@ def _part(most: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(each / 2 for each in most)
 
 
-def _changed(decisions: Decisions, random: Random, places: Sequence[str]) -> Decisions:
-    order, most, where = list(decisions.order), list(decisions.most), list(decisions.where)
+def _changed(decisions: Decisions, random: Random) -> Decisions:
+    order, most = list(decisions.order), list(decisions.most)
     first, second = random.sample(range(len(order)), 2)
     kind = random.random()
     if kind < 0.35:
         order[first], order[second] = order[second], order[first]
     elif kind < 0.6:
         order.insert(second, order.pop(first))
-    elif kind < 0.75 and len(places) > 2:
-        where[first] = random.choice(places)
     else:
         for i in (first, second) if random.random() < 0.5 else (first,):
             most[i] = random.choice((1.0, 0.75, 0.5, 1 / 3, 0.25, 0.125))
-    return Decisions(tuple(order), tuple(most), tuple(where))
+    return Decisions(tuple(order), tuple(most))
