@@ -29,6 +29,7 @@ def test_ranks_are_chosen_by_their_place_or_named(ranks: str, chosen: set[int] |
         ({"profile": {"steps": "13:13"}}, "13:13 has no step: END must exceed FIRST. Try 13:16"),
         ({"profile": {"steps": "-1:3"}}, "-1:3 is not FIRST:END"),
         ({"profile": {"ranks": "first"}}, "first is neither nodes, nor all, nor ranks such as 0,7"),
+        ({"profile": {"ranks": "9" * 5000}}, "is neither nodes, nor all, nor ranks"),
         ({"profile": {"ranks": "1,"}}, "1, is neither nodes, nor all, nor ranks"),
         ({"alerts": {"webhook": "ftp://host/x"}}, "String should match pattern"),
         ({"alerts": {"webhook_env": "MY URL"}}, "String should match pattern"),

@@ -35,7 +35,7 @@ def test_options_are_named_as_options() -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("train.global_batch", "a whole number above 0"),
+        ("train.global_batch", "a whole number above 0 and of at most 1073741824"),
         ("optimizer.beta1", "a finite number of at least 0 and below 1"),
         ("checkpoint.background", "true or false"),
         ("schedule.kind", 'one of "cosine", "wsd", "constant"'),

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.config.section import LONGEST_S, dotted, key_fields
+from argosy.errors import UserError
 
 REWARD = {"train": {"objective": "reward", "steps": 10}, "model": {"score": True}}
 SITES = [{"name": "a", "address": "127.0.0.1:1"}, {"name": "b", "address": "127.0.0.1:2"}]
@@ -46,3 +49,28 @@ def test_tables_that_do_not_go_together_are_refused_with_a_remedy(run: dict[str,
 def test_in_memory_checkpoints_come_by_themselves_or_by_steps(value: object) -> None:
     run = RunConfig.model_validate({"resilience": {"memory_checkpoint_every_steps": value}})
     assert run.resilience.memory_checkpoint_every_steps == value
+
+
+TIMES = [dotted(key) for key in key_fields(RunConfig) if str(key[-1]).endswith("_s")]
+
+
+@pytest.mark.parametrize("key", TIMES)
+def test_a_time_that_timers_cannot_count_is_refused(key: str) -> None:
+    load(None, {key: LONGEST_S})
+    with pytest.raises(UserError, match=rf"{key} = .* of at most 1e\+09"):
+        load(None, {key: 2 * LONGEST_S})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.seq_len", 5 * 10**9),
+        ("data.prepare.seq_len", 5 * 10**9),
+        ("data.prepare.vocab_size", 9 * 10**11),
+        ("train.global_batch", 4 * 10**18),
+        ("seed", 9 * 10**18),
+    ],
+)
+def test_a_size_that_no_machine_can_make_is_refused(key: str, value: int) -> None:
+    with pytest.raises(UserError, match=rf"{key} = {value}: must be a whole number .* of at most \d+\."):
+        load(None, {key: value})

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 import tyro
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema, model_validator
 
-from argosy.config.section import Section
+from argosy.config.section import PositiveSeconds, Section
 from argosy.files import expanded
 
 
@@ -21,7 +21,7 @@ class CacheConfig(Section):
     """Folder of the cache, on a disk of this machine; empty: argosy/data in $XDG_CACHE_HOME, or in ~/.cache."""
     size_gb: PositiveFloat = 50.0
     """Most that the cache holds, in GB (10^9 bytes); less if the disk has less room."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: PositiveSeconds = 600.0
     """Longest wait of a step for a store that does not answer, before the run ends."""
 
     @property
@@ -82,6 +82,8 @@ Objective = Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto", "re
 """The training objectives. All but pretrain learn from conversations."""
 
 TokenizerEngine = Literal["huggingface", "fastokens"]
+LONGEST_ROW = 20_000_000
+"""Tokens: rows of batches are made whole in memory. The longest contexts of published models have 10 million."""
 RowKind = Literal["conversations", "pairs", "judged"]
 KIND_OF: dict[str, RowKind] = {"sft": "conversations", "kto": "judged"}
 """Objective -> what its rows hold, if not preference pairs."""
@@ -109,7 +111,7 @@ class PrepareConfig(Section):
     tokenizer: Path | None = None
     """A tokenizer.json to use, or a run or prepared data that have one; without it a byte-level BPE is trained on the
     input."""
-    vocab_size: PositiveInt = 4096
+    vocab_size: Annotated[int, Field(gt=0, le=1_000_000)] = 4096
     """Size of the BPE that is trained when no tokenizer is given."""
     field: Annotated[
         tuple[str, ...],
@@ -137,7 +139,7 @@ class PrepareConfig(Section):
     objective: Objective | None = None
     """The objective of the data: pretrain reads text, sft conversations, kto answers that were judged, the others
     pairs of answers (docs/fine-tuning.md). In a run, it is train.objective."""
-    seq_len: NonNegativeInt = 0
+    seq_len: Annotated[int, Field(ge=0, le=LONGEST_ROW)] = 0
     """Conversations: tokens of the rows that they are packed into; 0: 512. In a run, it is data.seq_len."""
     chat_template: str = ""
     """Conversations: a jinja file, or chatml; empty: the template that comes with the tokenizer."""
@@ -205,7 +207,7 @@ class DataStage(Section):
 class DataConfig(Section):
     """The data that the model reads."""
 
-    seq_len: PositiveInt = 512
+    seq_len: Annotated[int, Field(gt=0, le=LONGEST_ROW)] = 512
     """Sequence length (context length): tokens per sample."""
     sources: dict[str, PositiveFloat] = {}
     """Datasets: prepared folder, or its URL in an object store (s3://bucket/folder), -> weight; weights are scaled to

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from argosy.config.section import Section
+from argosy.config.section import PositiveSeconds, Section
 from argosy.errors import UserError
 
 PATTERN = r"[^\s:]+:\d{1,5}"
@@ -279,7 +279,7 @@ class LaunchConfig(Section):
     """PEM file of the certificate that all nodes of the run show; empty: one that is made for the run."""
     tls_key: str = ""
     """PEM file of its private key."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: PositiveSeconds = 600.0
     """Longest time that a collective may wait for a peer."""
     cluster: str = ""
     """Cluster that predictions are made for: NxDEVICE, a preset or a file; empty: ./cluster.toml if `argosy probe`

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from argosy.config.section import Section
+from argosy.config.section import PositiveSeconds, Section
 
 AlertKind = Literal[
     "spike", "nan", "stall", "dead", "disk_filling", "node_in_doubt", "low_goodput", "checkpoint_unverified"
@@ -37,9 +37,9 @@ class AlertsConfig(Section):
     """Environment variable that holds headers of the request, one a line: Authorization: Bearer ..."""
     command: tuple[str, ...] = ()
     """Program with its arguments that each alert is given to, as JSON on its standard input; no shell is involved."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: PositiveSeconds = 10.0
     """Longest time that a request or the command may take."""
-    stall_s: PositiveFloat = 60.0
+    stall_s: PositiveSeconds = 60.0
     """stall: least time without a step. It is also twenty usual steps, and three times the longest of the last ones."""
     spike_steps: PositiveInt = 64
     """spike, nan: the alert ends after this many good steps."""
@@ -102,7 +102,7 @@ class ProfileConfig(Section):
     @field_validator("ranks")
     @classmethod
     def _are_ranks(cls, value: str) -> str:
-        if value not in ("nodes", "all") and not re.fullmatch(r"\d+(, *\d+)*", value):
+        if value not in ("nodes", "all") and not re.fullmatch(r"\d{1,9}(, *\d{1,9})*", value):
             raise ValueError(f"{value} is neither nodes, nor all, nor ranks such as 0,7")
         return value
 
@@ -188,9 +188,9 @@ class OpenTelemetryConfig(Section):
 class SinksConfig(Section):
     """Limits of all sinks."""
 
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: PositiveSeconds = 60.0
     """A sink that does nothing for this long is ended, and tried again later."""
-    flush_s: PositiveFloat = 30.0
+    flush_s: PositiveSeconds = 30.0
     """Time that sinks have to write the rest at the run's end."""
     memory_bytes: Annotated[int, Field(ge=2**28)] = 4 * 2**30
     """A sink that takes more memory than this fails, and is tried again later."""
@@ -199,7 +199,7 @@ class SinksConfig(Section):
 class ObserveConfig(Section):
     """The records of a run, and where they are shown. Nothing here changes what is trained."""
 
-    ranks_every_s: PositiveFloat = 5.0
+    ranks_every_s: PositiveSeconds = 5.0
     """Seconds between two lines in which a node writes down what its ranks and devices did; longer in large runs."""
     energy: EnergyConfig = EnergyConfig()
     alerts: AlertsConfig = AlertsConfig()

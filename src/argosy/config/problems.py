@@ -108,13 +108,17 @@ def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Ke
 def allowed(field: FieldInfo) -> str:
     """Return in words what `field` takes: "a whole number above 0"."""
     bounds = [
-        f"{word} {getattr(limit, attribute):g}"
+        f"{word} {_in_full(getattr(limit, attribute))}"
         for limit in limits(field)
         for kind, attribute, word in _BOUNDS
         if isinstance(limit, kind)
     ]
     patterns = [f"that matches {m.pattern}" for m in limits(field) if getattr(m, "pattern", None)]
     return " ".join([_kind(value_type(field)), " and ".join(bounds + patterns)]).strip()
+
+
+def _in_full(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 _BOUNDS: list[tuple[type, str, str]] = [

@@ -13,7 +13,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     WithJsonSchema,
     field_validator,
@@ -26,7 +25,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.model import FAMILIES, UNGATED, ModelConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
-from argosy.config.section import Section
+from argosy.config.section import PositiveSeconds, Seconds, Section
 from argosy.config.sync import SiteConfig, SyncConfig, check_fragments, check_sites
 from argosy.config.train import BUILTIN_LOSSES, LoraConfig, PreferenceConfig, TrainConfig
 from argosy.extend.declared import Declaration
@@ -38,26 +37,26 @@ SIGMAS_OF_MAD = 1.4826
 class ResilienceConfig(Section):
     """Detection of failures, and recovery from them."""
 
-    node_check_s: NonNegativeFloat = 0.5
+    node_check_s: Seconds = 0.5
     """Duration of the node health check, before a machine takes part in the run and when a rank on it is in doubt:
     products whose bits are known, memory, speed, on all its cores and GPUs at once; 0 checks nothing."""
-    grace_s: PositiveFloat = 60.0
+    grace_s: PositiveSeconds = 60.0
     """Time to save the state after SIGTERM, SIGINT or SIGUSR1; then processes are killed."""
-    wait_for_nodes_s: NonNegativeFloat = 60.0
+    wait_for_nodes_s: Seconds = 60.0
     """Time to wait for a lost node before the run goes on without it, under another plan."""
-    coordinator_timeout_s: PositiveFloat = 600.0
+    coordinator_timeout_s: PositiveSeconds = 600.0
     """Time that an agent tries to reach a lost coordinator, and that a new run waits for all its nodes."""
-    hang_s: NonNegativeFloat = 0.0
+    hang_s: Seconds = 0.0
     """A rank that the others have waited for this long is killed and replaced; 0: ten median steps, at least 30 s."""
-    heartbeat_timeout_s: PositiveFloat = 10.0
+    heartbeat_timeout_s: PositiveSeconds = 10.0
     """A process without a heartbeat for this long, stopped or holding Python's lock, is killed and replaced."""
-    first_step_s: PositiveFloat = 600.0
+    first_step_s: PositiveSeconds = 600.0
     """Longest time for what may compile or wait for a disk: first steps, recovery, saving."""
     straggler_factor: Annotated[float, Field(gt=1.0)] = 1.5
     """A step is slow on a rank if its own work takes this many times as long as its peers'."""
     straggler_steps: PositiveInt = 20
     """A rank that is always slow is reported after this many steps; one that is often slow, within ten times that."""
-    straggler_s: NonNegativeFloat = 10.0
+    straggler_s: Seconds = 10.0
     """Least time that those steps span: shorter slowness is no reason to act."""
     on_bad_step: Literal["skip", "rewind", "stop"] = "skip"
     """A step whose loss or gradient norm is not finite, or an outlier, changes nothing, and its samples are skipped.
@@ -139,7 +138,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """The run's name; its folder is runs/NAME."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Random seed of initial weights and sample order."""
     plan: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = "auto"
     """Parallelism, micro batch size, precision: auto, or axes such as "dp_replicate=2,microbatch=4";

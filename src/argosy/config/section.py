@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
@@ -119,6 +119,11 @@ class Section(BaseModel):
                 values[name] = held.with_keys(**value)
         return self.model_copy(update=values)
 
+
+LONGEST_S = 1e9
+"""Thirty years: clocks and timers of Python, torch and the kernel cannot count much longer times."""
+Seconds = Annotated[float, Field(ge=0.0, le=LONGEST_S)]
+PositiveSeconds = Annotated[float, Field(gt=0.0, le=LONGEST_S)]
 
 Key = tuple[str | int, ...]
 """Names from the outermost table inwards; an index stands for an element of a list."""

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.launch import Address, LaunchOptions, OptionalAddress
-from argosy.config.section import Section
+from argosy.config.section import PositiveSeconds, Section
 
 SERVER_NAME = re.compile(r"^server-([1-9][0-9]{0,3})$")
 """Names of parameter servers, as `server_name` gives them."""
@@ -117,7 +117,7 @@ class OuterConfig(Section):
     wire: Wire = "fp32"
     """local, diloco: number format in which changes travel between sites; int8 and int4 have a scale a 256 numbers.
     async: that of gradients, with error feedback; weights travel as fp32."""
-    patience_s: PositiveFloat = 120.0
+    patience_s: PositiveSeconds = 120.0
     """local, diloco: once as many sites as the quorum are ready, the others are waited for this long; then the round
     goes on without them. async: a worker that others wait for is waited for this long; then its samples are dealt to
     another."""

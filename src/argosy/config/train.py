@@ -120,7 +120,7 @@ class TrainConfig(Section):
     """Length of the run in minutes, used when steps = 0 and epochs = 0."""
     epochs: NonNegativeFloat = 0.0
     """Length of the run in epochs, passes over the data, used when steps = 0; the last step is a whole one."""
-    global_batch: PositiveInt = 16
+    global_batch: Annotated[PositiveInt, Field(le=2**30)] = 16
     """Batch size: sequences per optimizer step, over all processes and accumulated microbatches."""
     batch_ramp: Annotated[tuple[BatchStage, ...], tyro.conf.Suppress] = ()
     """Batch-size ramp: stages of first steps with smaller batches, which grow up to global_batch."""
