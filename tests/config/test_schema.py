@@ -74,3 +74,9 @@ def test_a_time_that_timers_cannot_count_is_refused(key: str) -> None:
 def test_a_size_that_no_machine_can_make_is_refused(key: str, value: int) -> None:
     with pytest.raises(UserError, match=rf"{key} = {value}: must be a whole number .* of at most \d+\."):
         load(None, {key: value})
+
+
+@pytest.mark.parametrize("key", ["train.minutes", "train.epochs"])
+def test_a_run_that_no_number_of_steps_would_fill_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key} = 1e\+300: must be a finite number .* of at most 1e\+0\d\."):
+        load(None, {"train.steps": 0, key: 1e300})

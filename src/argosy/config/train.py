@@ -116,9 +116,9 @@ class TrainConfig(Section):
     steps: NonNegativeInt = 0
     """Length of the run in optimizer steps; 0: as many as `epochs` need, or fit in `minutes`, decided once from the
     speed of the first steps."""
-    minutes: NonNegativeFloat = 0.0
+    minutes: Annotated[NonNegativeFloat, Field(le=1e7)] = 0.0
     """Length of the run in minutes, used when steps = 0 and epochs = 0."""
-    epochs: NonNegativeFloat = 0.0
+    epochs: Annotated[NonNegativeFloat, Field(le=1e6)] = 0.0
     """Length of the run in epochs, passes over the data, used when steps = 0; the last step is a whole one."""
     global_batch: Annotated[PositiveInt, Field(le=2**30)] = 16
     """Batch size: sequences per optimizer step, over all processes and accumulated microbatches."""
