@@ -124,6 +124,11 @@ def test_what_is_over_leads_to_the_command_that_goes_on(run, facts, state, comma
     assert (found.health == "critical") == (state == "failed")
 
 
+def test_a_reward_model_that_is_done_is_not_asked_for_text(finished: RunFolder) -> None:
+    (finished.path / "run.toml").write_text('train.objective = "reward"\nmodel.score = true\n')
+    assert status(finished.path).next.command == f"argosy evaluate {finished.path}"
+
+
 def test_advice_is_a_warning_only_while_the_run_can_follow_it(tmp_path):
     found = {}
     for is_finished in (False, True):

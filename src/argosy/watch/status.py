@@ -285,8 +285,9 @@ def next_action(reader: RunReader, alerts: list[Alert], advice: Iterable[Advice]
     """Return what is to be done now: by the run's state, else its gravest alert, else the advice that counts most."""
     folder = shlex.quote(str(reader.folder))
     again = _resume(reader)
+    gives_scores = reader.run is not None and reader.run.model.score
     states = {
-        "finished": ("It is done: try it.", f"argosy generate {folder}"),
+        "finished": ("It is done: try it.", f"argosy {'evaluate' if gives_scores else 'generate'} {folder}"),
         "stopped": ("The same command goes on from what is saved.", again),
         "dead": ("Its processes are gone. The same command goes on from what is saved.", again),
         "failed": ("Mend what the reason says; then the same command goes on.", again),
