@@ -15,8 +15,8 @@ from argosy.checkpoint.memory import MEMORY_VARIABLE, NODE_VARIABLE, memory_chec
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed, StorageError
 from argosy.observe.events import read_lines
-from argosy.observe.heartbeat import Heartbeat, read_heartbeat
-from argosy.parallel.world import World
+from argosy.observe.heartbeat import UNREAD, Heartbeat, read_heartbeat
+from argosy.parallel.world import World, tcp_sockets
 from argosy.plan.cost.economy import MEMORY_CHECKPOINTS_MAY_COST, memory_checkpoint_interval_s
 from argosy.training.bad_steps import MOST_REWINDS
 from argosy.training.checkpointer import Checkpointer
@@ -161,6 +161,28 @@ def test_a_run_rewinds_to_the_same_step_only_so_often(trainer):
     steps(trainer, 1)
     with pytest.raises(RunFailed, match=f"step 1 is bad again after the run went back to step 0 {MOST_REWINDS} times"):
         trainer.agreement.restorer.rewind()
+
+
+def sockets_after_rewinds(world: World, run: RunConfig, folder: Path) -> list[int]:
+    """Open sockets of this rank before two rewinds, and after each of them."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv(MEMORY_VARIABLE, str(folder))
+        plan = eager("dp_shard=2,zero=1")
+        made = stack.enter_context(Trainer(Parts(run, plan, world, folder, StopSignal(), Survivor(), UNREAD)))
+        stack.callback(made.agreement.saving.close)
+        made.restore_or_initialize()
+        save(made)
+        found = [len(list(tcp_sockets()))]
+        for _ in range(MOST_REWINDS):
+            made.agreement.restorer.rewind()
+            found.append(len(list(tcp_sockets())))
+    return found
+
+
+def test_rewinds_leave_no_sockets_of_earlier_in_memory_checkpoints(workers, corpus, tmp_path):
+    run = run_config(corpus, evaluate={"every_steps": 0})
+    for found in workers.run(2, sockets_after_rewinds, run, tmp_path):
+        assert len(set(found)) == 1, found
 
 
 def test_the_step_that_a_run_would_go_back_to_is_shown(trainer):

@@ -29,6 +29,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -209,6 +210,12 @@ class MemoryCheckpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread, self._problem = None, None
+
+    def close(self) -> None:
+        """Close its group, which else stays until the world ends. No save may be in flight, on any rank."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def _finish(self, step: int, stall_s: float, problem: str | None) -> None:
         """Send and receive; then give the files their final names, and remove those of earlier worlds."""

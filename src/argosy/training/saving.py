@@ -42,6 +42,7 @@ class MemoryCheckpointing:
     def begin(self) -> None:
         """Begin with checkpoints of the state's present history. All ranks call it together."""
         self.wait()
+        before = self._checkpointer
         self._checkpointer = self._pace = None
         folder, every = memory_folder(), self._run.resilience.memory_checkpoint_every_steps
         if folder is None or not every:
@@ -52,6 +53,8 @@ class MemoryCheckpointing:
             events.write("memory_checkpoint_failed", why=why)
 
         self._checkpointer = MemoryCheckpointer(folder, boxes, self._world, self._state.history, failed)
+        if before is not None:
+            before.close()  # not sooner: only now have all ranks ended their saves
         if self._world.is_first:
             copy_s = sum(map(box_bytes, boxes)) / HOST_COPY_BYTES_PER_S
             self._pace = MemoryCheckpointPace(every, self._records.mtbf_s(), copy_s, events.write)
