@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from argosy.config.observe import AlertKind, AlertsConfig
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.watch.facts import Event, RunFacts, median
-from argosy.watch.rules.learning import spikes
+from argosy.watch.rules.learning import spikes, warmup_key
 from argosy.watch.rules.ranks import agent_of, node_of
 
 STALL_STEPS, STALL_LONGEST = 20.0, 3.0
@@ -110,9 +110,7 @@ def nan(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
         return
     newest = max(lost)
     if newest_step(facts) - newest < settings.spike_steps:
-        do = (
-            "Lower optimizer.lr or raise schedule.warmup_steps; with fp16 or fp8 try bf16. The events name its samples."
-        )
+        do = f"Lower optimizer.lr or raise {warmup_key(facts)}; with fp16 or fp8 try bf16. The events name its samples."
         yield AlertCondition(True, f"step {newest} was not finite", do, evidence={"steps": sorted(set(lost))[-10:]})
     else:
         yield AlertCondition(False, f"{settings.spike_steps} finite steps since step {newest}")

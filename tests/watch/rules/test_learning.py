@@ -125,6 +125,13 @@ def test_gradients_that_grow_threefold_over_400_steps_ask_for_half_the_rate():
     assert "lower optimizer.lr to 0.0005" in found.do
 
 
+def test_a_warmup_that_is_a_share_of_the_run_is_lengthened_by_that_share():
+    for share, key in ((0.0, "schedule.warmup_steps (20) "), (0.03, "schedule.warmup_fraction (0.03) ")):
+        events = [event("bad_step", float(step), step=step, reason="not_finite", loss="nan") for step in (2, 3, 4)]
+        run = small_run(schedule={"warmup_steps": 20, "warmup_fraction": share}, optimizer={"grad_clip": 0.0})
+        assert f"raise {key}"[:-1] in advice(bad_steps, of_steps(5, run, events)).do
+
+
 @pytest.mark.parametrize(
     ("norms", "losses", "warmup"),
     [

@@ -95,7 +95,7 @@ def growing_gradients(facts: RunFacts, planner: Planner) -> Advice | None:
         f"Medians over quarters of steps {first} to {last}: {', '.join(f'{each:.3g}' for each in medians)}; the loss "
         f"went from {median(losses[0]):.3f} to {median(losses[-1]):.3f}.",
         f"A run that does so often diverges: lower optimizer.lr{half} from the newest checkpoint on, or raise "
-        "schedule.warmup_steps; model.qk_norm = true keeps attention's logits small (a new model only).",
+        f"{warmup_key(facts)}; model.qk_norm = true keeps attention's logits small (a new model only).",
         steps=(first, last),
         facts={"medians": medians},
     )
@@ -240,8 +240,15 @@ def _remedy(facts: RunFacts, many: bool, is_only_once: bool) -> str:
     run = facts.run
     if run is None:
         return "Lower the learning rate."
+    warmup = run.schedule.warmup_fraction or run.schedule.warmup_steps
     clip = "" if run.optimizer.grad_clip else " Set optimizer.grad_clip = 1: nothing is clipped now."
     return (
-        f"Lower optimizer.lr ({run.optimizer.lr:g}) to {run.optimizer.lr / 2:g}, or raise schedule.warmup_steps "
-        f"({run.schedule.warmup_of(run.train.steps)}).{clip}"
+        f"Lower optimizer.lr ({run.optimizer.lr:g}) to {run.optimizer.lr / 2:g}, or raise {warmup_key(facts)} "
+        f"({warmup:g}).{clip}"
     )
+
+
+def warmup_key(facts: RunFacts) -> str:
+    """Return the key that the run's warmup is as long as: schedule.warmup_steps counts for nothing beside a share."""
+    by_share = facts.run is not None and facts.run.schedule.warmup_fraction > 0
+    return f"schedule.warmup_{'fraction' if by_share else 'steps'}"
