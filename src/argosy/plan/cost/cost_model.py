@@ -236,9 +236,10 @@ class CostModel:
     def system(self) -> System:
         """Argosy, with the run's optimizer and checks."""
         optimizer = self.run.optimizer
-        of_moment = 4.0 if optimizer.state == "fp32" else 1.0 + 4 / INT8_BLOCK
+        moments, is_narrow = moments_of(self.run)[optimizer.kind], optimizer.state == "int8"
         return System(
-            moment_bytes=moments_of(self.run)[optimizer.kind] * of_moment,
+            moment_bytes=moments * (1.0 + 4 / INT8_BLOCK if is_narrow else 4.0),
+            widened_bytes=moments * 4.0 * is_narrow,
             saves_here=self.rates.host_waits,
             chunk_rows=LEAST_CHUNK_ROWS["cpu" if self.rates.host_waits else "accelerator"],
             buckets=1,

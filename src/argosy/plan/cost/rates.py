@@ -159,6 +159,8 @@ class System:
     """1: from time to time gradients are computed a second time while the first ones are held."""
     moment_bytes: Numbers = 8
     """Bytes of the optimizer's state for a weight, master copy included."""
+    widened_bytes: Numbers = 0
+    """Bytes of a weight's moments while an update has them in fp32, if they are kept in fewer."""
     update_bytes: Numbers = 0
     """Bytes that the optimizer's step needs for each weight that it updates: copies of gradients, results."""
     reduced_bytes: Numbers = 4

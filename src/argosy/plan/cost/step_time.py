@@ -282,12 +282,16 @@ class StepModel(WaitModel):
         return seconds - HIDDEN_SHARE * np.minimum(seconds, waits)
 
     def _optimizer(self) -> Numbers:
-        """Return the seconds to read gradient and state, and to write state and weight."""
+        """Return the seconds to read gradient and state, and to write state and weight.
+
+        Narrow moments are unpacked, updated and packed by one kernel after the other.
+        """
         plans, system = self.plans, self.system
         dense, experts = self.summed_parameters
         mine = dense / plans.shares_state
         mine = mine + experts / np.maximum(1, plans.shares_state / plans.ep)
-        of_weight = system.gradient_bytes * 2 + 2 * system.moment_bytes + system.weight_bytes
+        of_moments = 2 * system.moment_bytes + 4 * system.widened_bytes
+        of_weight = system.gradient_bytes * 2 + of_moments + system.weight_bytes
         moved = self.constants.optimizer * mine * of_weight
         # Gradients go to the host, it updates, new values come back: one after the other (`parallel.offload`).
         copied = mine * (system.gradient_bytes + system.weight_bytes) / self._host_link_bytes_per_s
