@@ -188,6 +188,9 @@ def test_a_taught_cluster_predicts_the_runs(tmp_path):
         ({"predicted": None}, "its report has no measured parts of a step"),
         ({"device": "NVIDIA H100 80GB HBM3"}, "it ran on NVIDIA H100 80GB HBM3, and the cluster has CPU"),
         ({"software": "torch 2.12"}, "ran with torch 2.13, and"),
+        ({"software": None}, "b: report.json is not as this version writes it (software: "),
+        ({"predicted": {"step_s": 1.0}}, "(predicted.cluster: Field required). Leave it out, or run it again."),
+        ({"predicted": [1.0]}, "(predicted: "),
     ],
 )
 def test_runs_that_tell_nothing_of_this_cluster_are_refused(tmp_path, report, message):

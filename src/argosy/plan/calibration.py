@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
+from argosy.errors import UserError, first_error
 from argosy.files import expanded
 from argosy.plan.cost.breakdown import MEMORY_FACTORS, OF_TIME
 from argosy.plan.cost.estimate import seconds
@@ -190,6 +190,14 @@ LEFT_OUT_STD_SHARE = 0.9
 """A factor with a standard deviation above this share of FACTOR_STD is left out: the runs tell too little about it."""
 
 
+class SavedComparison(BaseModel):
+    """What factors are learnt from in a run's report."""
+
+    device: str
+    software: str
+    predicted: Reconciled
+
+
 @dataclass(frozen=True)
 class FinishedRun:
     folder: Path
@@ -211,13 +219,20 @@ class FinishedRun:
             raise UserError(f"--learn {folder}: report.json cannot be read ({error}). Leave it out.") from None
         if not isinstance(report, dict) or not report.get("predicted"):
             raise UserError(f"--learn {folder}: its report has no measured parts of a step. Leave it out.")
+        try:
+            saved = SavedComparison.model_validate(report)
+        except ValidationError as problem:
+            raise UserError(
+                f"--learn {folder}: report.json is not as this version writes it ({first_error(problem)}). Leave it "
+                "out, or run it again."
+            ) from None
         return cls(
             folder=folder,
             run=load(folder / "run.toml"),
             plan=Plan.load(folder / "plan.toml"),
-            device=report["device"],
-            software=report["software"],
-            reconciled=Reconciled.model_validate(report["predicted"]),
+            device=saved.device,
+            software=saved.software,
+            reconciled=saved.predicted,
         )
 
 
