@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from argosy.plan.cost.economy import price_per_device_h
+from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
-from watched import STEP_S, columns, event, healthy, small_run
+from argosy.watch.rules.planner import Planner
+from watched import BEGAN_S, H100, STEP_S, big_run, columns, event, healthy, small_run, start
 
 
 def left_s(**facts: object) -> tuple[float, float, float]:
@@ -68,3 +71,28 @@ def test_failures_are_expected_at_the_runs_own_rate_if_that_is_a_surprise():
     assert calm is not None and often is not None
     assert calm.failures < 0.1 and often.failures == pytest.approx(4 * 600 / 400, rel=0.3)
     assert often.left_s.high > calm.left_s.high
+
+
+def resized(power_w: float | None = None) -> RunFacts:
+    """A run that made 400 of 500 steps in 3200 s, the first half of that time on 64 devices, since then on 8."""
+    plan, few = "dp_shard=8,zero=1,recompute=selective,microbatch=1,precision=bf16", replace(H100, processes=8)
+    late = [event("break", 1600.0, "coordinator", why="nodes left"), start(200, BEGAN_S + 1600, few, plan)]
+    facts = healthy(big_run(train={"steps": 500}), plan, hardware=few, steps=columns(step_s=8.0), events=late)
+    events = [{**facts.events[0], "world_size": 64}, *facts.events[1:]]
+    return replace(facts, events=events, power_w=power_w, power_source="nvml" if power_w else "")
+
+
+@pytest.mark.parametrize("power_w", [None, 8 * 700.0])
+def test_past_time_counts_for_as_many_devices_as_the_run_had(power_w: float | None):
+    facts = resized(power_w)
+    found = forecast(facts)
+    assert found is not None and found.cost is not None and found.cost_so_far is not None and found.energy_kwh
+    so_far_h, left_h = (64 + 8) * 1600 / 3600, 8 * found.left_s.mid / 3600
+    assert facts.device_hours == pytest.approx(so_far_h, rel=0.01)
+    machine = Planner(facts).machine
+    price = machine and price_per_device_h(machine)
+    assert price is not None
+    assert found.cost_so_far == pytest.approx(so_far_h * float(price.mid), rel=0.01)
+    assert found.cost.mid == pytest.approx((so_far_h + left_h) * float(price.mid), rel=0.05)
+    if power_w:
+        assert found.energy_kwh.mid == pytest.approx((so_far_h + left_h) * 0.7, rel=0.05)

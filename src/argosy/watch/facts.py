@@ -17,7 +17,7 @@ from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
 from argosy.watch.columns import Floats, middle_half
-from argosy.watch.timeline import ENDED_RUN_STATES, PhaseSpan, State, timeline
+from argosy.watch.timeline import ENDED_RUN_STATES, PhaseSpan, RunTimeline, State, timeline
 
 
 class Table(Protocol):
@@ -199,10 +199,18 @@ class RunFacts:
         return since[0] if since else float("nan")
 
     @cached_property
+    def device_hours(self) -> float:
+        """Devices times hours in which the run held them, to the newest line, each world with as many as it had."""
+        return self._timeline.device_hours
+
+    @cached_property
     def _pauses(self) -> list[PhaseSpan]:
+        return [stretch for stretch in self._timeline.stretches if stretch.phase == "stopped"]
+
+    @cached_property
+    def _timeline(self) -> RunTimeline:
         times = self.column("time_s")
-        found = timeline(self.events, self.last_line_s, None, times[np.isfinite(times)])
-        return [stretch for stretch in found.stretches if stretch.phase == "stopped"]
+        return timeline(self.events, self.last_line_s, None, times[np.isfinite(times)])
 
     @cached_property
     def last_line_s(self) -> float:

@@ -63,7 +63,7 @@ class Forecast:
     cost_so_far: float | None = None
     currency: str = ""
     energy_kwh: Estimate | None = None
-    """Energy of the whole run; None if it is neither measured nor published."""
+    """Energy of the whole run; None if it is neither measured nor published, or there is no plan."""
     energy_source: str = ""
     """nvml or rapl: measured; estimate: by the power that the catalogue has of the devices."""
     failures: float = 0.0
@@ -84,9 +84,9 @@ def forecast(facts: RunFacts, planner: Planner | None = None) -> Forecast | None
     left_s = Estimate.of_draws(draws + stops_s)
     newest_s = facts.last_line_s
     end_s = Estimate(*(newest_s + each for each in (left_s.low, left_s.mid, left_s.high)))
-    hours = (facts.wall_s + draws + stops_s) / 3600
-    cost, so_far, currency = _cost(facts, planner, hours, random)
-    energy, source = _energy(facts, planner, hours, random)
+    hours_left = (draws + stops_s) / 3600
+    cost, so_far, currency = _cost(facts, planner, hours_left, random)
+    energy, source = _energy(facts, planner, hours_left, random)
     return Forecast(
         left, left_s, end_s, _words(left, left_s, cost, currency), cost, so_far, currency, energy, source, stops
     )
@@ -167,26 +167,27 @@ def _failures(facts: RunFacts, planner: Planner, left_s: Floats, random: np.rand
 
 
 def _cost(
-    facts: RunFacts, planner: Planner, hours: Floats, random: np.random.Generator
+    facts: RunFacts, planner: Planner, hours_left: Floats, random: np.random.Generator
 ) -> tuple[Estimate | None, float | None, str]:
     machine, plan = planner.machine, facts.plan
     price = None if machine is None or plan is None else price_per_device_h(machine)
     if machine is None or plan is None or price is None:
         return None, None, ""
-    so_far = facts.wall_s / 3600 * plan.world_size * float(price.mid)
-    return Estimate.of_draws(hours * plan.world_size * _of(price, random)), so_far, machine.currency
+    in_all = facts.device_hours + hours_left * plan.world_size
+    return Estimate.of_draws(in_all * _of(price, random)), facts.device_hours * float(price.mid), machine.currency
 
 
 def _energy(
-    facts: RunFacts, planner: Planner, hours: Floats, random: np.random.Generator
+    facts: RunFacts, planner: Planner, hours_left: Floats, random: np.random.Generator
 ) -> tuple[Estimate | None, str]:
-    if facts.power_w:
-        return Estimate.of_draws(facts.power_w / 1000 * hours), facts.power_source
     machine, plan = planner.machine, facts.plan
-    power = None if machine is None or plan is None else power_per_device_w(machine)
-    if plan is None or power is None:
+    if plan is None:
         return None, ""
-    return Estimate.of_draws(hours * plan.world_size * _of(power, random) / 1000), "estimate"
+    in_all = facts.device_hours + hours_left * plan.world_size
+    if facts.power_w:
+        return Estimate.of_draws(in_all * facts.power_w / plan.world_size / 1000), facts.power_source
+    power = None if machine is None else power_per_device_w(machine)
+    return (None, "") if power is None else (Estimate.of_draws(in_all * _of(power, random) / 1000), "estimate")
 
 
 def _of(estimate: Estimate, random: np.random.Generator) -> Floats:

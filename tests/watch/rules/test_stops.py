@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,3 +80,11 @@ def test_a_run_without_stops_goes_by_the_catalogue():
     found = stops_so_far(facts, Planner(facts))
     assert found is not None and found.seen == 0 and all(each.seen == 0 for each in found.components)
     assert "own stops" not in found.words
+
+
+def test_time_before_a_resize_counts_for_the_devices_that_the_run_had_then():
+    few = replace(H100, processes=8)
+    resize = [event("break", 1600.0, "coordinator", why="nodes left"), start(200, BEGAN_S + 1600, few)]
+    facts = healthy(big_run(), "dp_shard=8", hardware=H100, steps=columns(400, step_s=8.0), events=resize)
+    found = stops_so_far(facts, Planner(facts))
+    assert found is not None and found.device_hours == pytest.approx((64 + 8) * 1600 / 3600, rel=0.01)

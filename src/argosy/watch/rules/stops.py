@@ -162,7 +162,7 @@ def rates_of(facts: RunFacts, planner: Planner, found: Sequence[Outage]) -> Fail
     size, machine = facts.plan.world_size, planner.machine or Cluster.parse(f"1x{UNKNOWN_GPU}")
     causes = [component_of(facts, outage) for outage in found]
     seen = Counter(cause for cause in causes if cause is not None)
-    return FailureRates.of(machine, size).after(seen, causes.count(None), facts.wall_s / 3600 * size)
+    return FailureRates.of(machine, size).after(seen, causes.count(None), facts.device_hours)
 
 
 @dataclass(frozen=True)
