@@ -157,6 +157,15 @@ def test_a_full_disk_that_no_line_tells_of_ends_with_its_finding(process: str) -
     assert states(said) == [("disk_filling", "begins"), ("disk_filling", "ends")]
 
 
+def test_the_alert_of_a_disk_ends_when_its_node_has_left_the_run() -> None:
+    alerts = Alerts(AlertsConfig(on=("disk_filling",)))
+    said = alerts.look(healthy(disks=disk(1)))
+    gone = healthy(events=[event("alert", NOW_S, "alerts", **{**said[0].record(), "time_s": BEGAN_S + NOW_S})])
+    said += [alert for after_s in (3600.0, 3600.0 + CALM_S) for alert in alerts.look(at(gone, after_s))]
+    assert states(said) == [("disk_filling", "begins"), ("disk_filling", "ends")]
+    assert {alert.subject for alert in said} == {"node3"}
+
+
 def test_between_two_limits_an_alert_stays_as_it_is():
     alerts = Alerts(AlertsConfig(on=("disk_filling",), disk_free_gb=5.0))
     said = []

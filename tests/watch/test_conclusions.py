@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from argosy.watch import conclusions
-from argosy.watch.conclusions import advise, conclusions_of, facts_of
+from argosy.watch.conclusions import DISK_S, READ_NODES, advise, conclusions_of, facts_of
 from argosy.watch.reader import RunReader
 from watched import BEGAN_S, STEPS, columns, start
 
@@ -63,6 +63,14 @@ def test_ranks_of_all_nodes_come_together(tmp_path: Path):
     assert facts.devices[1].ranks == (4, 5, 6, 7) and facts.devices[1].clock_mhz == 1980
     straggler = {advice.rule: advice for advice in advise(facts)}["straggler"]
     assert straggler.facts["rank"] == SLOW and "node1" in straggler.title and "forward" in straggler.evidence
+
+
+@pytest.mark.parametrize("nodes", [2, READ_NODES + 1])
+def test_a_line_older_than_an_hour_tells_of_no_disk(tmp_path: Path, nodes: int):
+    reader = write_run(tmp_path / "run", nodes=nodes, per_node=1)
+    newest_s = max(series.last["time_s"] for series in reader.nodes.values())
+    assert len(facts_of(reader, newest_s + DISK_S - 60).disks) == nodes
+    assert facts_of(reader, newest_s + DISK_S + 60).disks == ()
 
 
 @pytest.mark.parametrize("left", [[4, 5, 6], [4, 6, 7], []])

@@ -160,12 +160,14 @@ def dead(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
 
 def disk_filling(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that a disk is nearly full, or will be soon at the rate at which it fills."""
-    for event in _newest_by(facts.of("disk_full"), lambda event: str(event.get("process", ""))):
-        node = _node(event)
-        if facts.now_s - float(event["time_s"]) < DOUBT_S:
-            yield AlertCondition(True, str(event.get("why", "")), _DISK, node)
-        elif all(disk.node != node for disk in facts.disks):  # no line will tell of it
-            yield AlertCondition(False, "its agent found no more of it", subject=node)
+    found = {_node(event): event for event in facts.of("disk_full")}
+    full = {node: event for node, event in found.items() if facts.now_s - float(event["time_s"]) < DOUBT_S}
+    for node, event in full.items():
+        yield AlertCondition(True, str(event.get("why", "")), _DISK, node)
+    said = {str(event.get("subject", "")) for event in facts.of("alert") if event.get("alert") == "disk_filling"}
+    for node in sorted((found.keys() | said) - full.keys() - {disk.node for disk in facts.disks}):
+        # No line will tell of it: the node has left, or no node has this name.
+        yield AlertCondition(False, "nothing tells of it any more", subject=node)
     for disk in facts.disks:
         free_gb = float(disk.free_bytes[-1]) / 1e9
         left_h = _hours_left(disk.time_s, disk.free_bytes)

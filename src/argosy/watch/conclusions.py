@@ -173,7 +173,8 @@ def _disks(reader: RunReader, now_s: float) -> Iterator[DiskSeen]:
     for node, series in reader.nodes.items():
         few = len(reader.nodes) <= READ_NODES
         lines = series.records(now_s - DISK_S, now_s, MOST_CONCLUSION_LINES)[0] if few else [series.last]
-        free = [(line["time_s"], line.get("host", {}).get("disk_free_bytes")) for line in lines if line]
+        recent = [line for line in lines if line and line["time_s"] >= now_s - DISK_S]
+        free = [(line["time_s"], line.get("host", {}).get("disk_free_bytes")) for line in recent]
         found = np.array([pair for pair in free if isinstance(pair[1], int | float)], dtype=float)
         if len(found):
             yield DiskSeen(node, found[:, 0], found[:, 1])
