@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from argosy.config.launch import LaunchOptions
+from argosy.data.manifest import Manifest
 from argosy.engines.engine import Engine, Job
 from argosy.engines.local import Local
 from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
-from argosy.sweep.driver import Driver
+from argosy.sweep.driver import Driver, run_sweep
 from argosy.sweep.load import load_sweep
 from argosy.sweep.study import Study
 from argosy.sweep.trials import Limits, Trials
+from tiny import run_config
 
 
 class Said(Exception):
@@ -65,3 +69,24 @@ def test_a_trial_that_never_stopped_does_not_go_on(tmp_path: Path, state: JobSta
     with pytest.raises(Said, match=rf"^{said}seed=1"):
         trials = Trials(tmp_path, "s", limits, LaunchOptions(on="slurm"), Left(state))
         Driver(sweep, tmp_path, Study(tmp_path, sweep), trials, limits, say).run()
+
+
+def test_conversations_are_prepared_as_trials_read_them(tmp_path: Path, corpus: Path, monkeypatch) -> None:
+    chats, out = tmp_path / "chats.jsonl", tmp_path / "prepared"
+    rows = [{"prompt": f"{number} + 1?", "completion": f"{number + 1}"} for number in range(20)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare = {"input": (str(chats),), "out": out, "chat_template": "chatml", "processes": 1}
+    data = {"sources": {}, "seq_len": 128, "prepare": {**prepare, "validation_fraction": 0.0}}
+    base = run_config(tmp_path, data=data, model={"weights": corpus}, train={"objective": "sft"})
+    (tmp_path / "s.toml").write_text("method = 'grid'\n[parameters]\nseed = [1]\n[run.train]\nsteps = 9\n")
+
+    def run(driver: Driver) -> None:
+        raise Said
+
+    monkeypatch.setattr(Driver, "run", run)
+    with pytest.raises(Said):
+        run_sweep(replace(load_sweep(tmp_path / "s.toml"), base=base), tmp_path / "sweep", LaunchOptions(on="local"))
+    manifest = Manifest.load(out)
+    assert manifest.tokenizer_sha256 == Manifest.load(corpus).tokenizer_sha256
+    assert manifest.rows is not None
+    assert manifest.rows.seq_len == base.data.seq_len

@@ -44,8 +44,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
         path = expanded(run.launch.cluster).absolute()
         run = run.with_keys(launch={"cluster": str(path)})
     theirs = None if run.model.weights is None else tokenizer_of(run.model.weights)
-    run = _with_objective(_with_tokenizer(run, theirs))
-    _check_tokenizer_to_prepare(run, theirs)
+    run = _with_what_to_prepare(run, theirs)
     check_parameters(run)
     weights = _start_of(run)
     run = _with_data(run, progress)
@@ -149,6 +148,23 @@ def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
         return prepare(run.data.prepare, show, run.extend)
     except (UserError, DataError, RunFailed) as error:
         raise type(error)(by_option(str(error), of_run=True)) from None
+
+
+def prepare_as_trained(run: RunConfig, progress: Progress) -> Manifest:
+    """Prepare the data of a run as its training would, with the tokenizer of its weights and for its objective.
+
+    Raises: as `prepare_shown`; UserError for a tokenizer other than that of the weights.
+    """
+    theirs = None if run.model.weights is None else tokenizer_of(run.model.weights)
+    return prepare_shown(_with_what_to_prepare(run, theirs), progress)
+
+
+def _with_what_to_prepare(run: RunConfig, theirs: bytes | None) -> RunConfig:
+    """Return the run with what its weights and objective say of the data to prepare; theirs: the tokenizer of its
+    weights. Raises: UserError."""
+    run = _with_objective(_with_tokenizer(run, theirs))
+    _check_tokenizer_to_prepare(run, theirs)
+    return run
 
 
 def _with_tokenizer(run: RunConfig, tokenizer: bytes | None) -> RunConfig:

@@ -24,7 +24,7 @@ from argosy.config.schema import RunConfig
 from argosy.engines.record import LAUNCH_FOLDER, LaunchedJob
 from argosy.errors import Interrupted, RunFailed, UserError, signals_to
 from argosy.extend.loading import approve
-from argosy.launch.resolve import prepare_shown
+from argosy.launch.resolve import prepare_as_trained
 from argosy.observe.screen import Progress
 from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.sweep.load import Sweep, in_words, short
@@ -377,7 +377,7 @@ def _prepare_data(sweep: Sweep, progress: Progress) -> None:
     """Prepare the data that all trials read, once. Raises: UserError if there are none."""
     data = sweep.base.data
     if data.prepare.input:
-        prepare_shown(sweep.base, progress)
+        prepare_as_trained(sweep.base, progress)
         progress.close()
     elif not data.sources and not any(p.key.startswith("data") for p in sweep.parameters):
         raise UserError(
