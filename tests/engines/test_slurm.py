@@ -84,6 +84,7 @@ def test_only_an_unknown_number_is_a_job_that_has_ended(tmp_path, monkeypatch):
     assert listed("--jobs=4") == []
     assert meaning("") == "ended" and meaning("CANCELLED") == "ended"
     assert meaning("PENDING") == "waiting" and meaning("RUNNING") == "running"
+    assert meaning("RESV_DEL_HOLD") == meaning("REQUEUE_FED") == "waiting"
     assert meaning("RESIZING") == "running"  # a word that is not in the table is no end
 
 

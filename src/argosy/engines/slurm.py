@@ -32,7 +32,8 @@ ARRAY_NOTE = "slurm.json"
 """A file in the folder of a run that is a task of an array: it is there before the array is submitted, and names it."""
 UNKNOWN_JOB = "Invalid job id"
 """squeue's error for jobs that ended some time ago. Any other error says nothing of the job."""
-WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT")
+WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+         "SUSPENDED")  # fmt: skip
 ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "REVOKED", "TIMEOUT")  # fmt: skip
 UNKNOWN_TO_SLURM = "no longer known to SLURM"
