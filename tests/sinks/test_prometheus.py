@@ -139,6 +139,20 @@ def test_strangers_that_send_slowly_keep_a_few_places_for_a_few_seconds(tmp_path
         assert answer == 200
 
 
+def test_threads_that_cannot_be_started_take_no_place_for_good(tmp_path, monkeypatch):
+    RunFolder(tmp_path, prometheus={"port": 0})
+    with listening(tmp_path) as sink:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            for _ in range(prometheus.MOST_REQUESTS):
+                assert _status(sink) == 0
+        assert _status(sink) == 200
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def _status(sink: Prometheus) -> int:
     try:
         return get(sink.state["address"])[0]

@@ -102,17 +102,21 @@ def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
         places = threading.BoundedSemaphore(MOST_REQUESTS)
 
         def process_request(self, request: Any, client_address: Any) -> None:
-            if self.places.acquire(blocking=False):
-                super().process_request(request, client_address)
-            else:
+            if not self.places.acquire(blocking=False):
                 self.shutdown_request(request)
+                return
+            try:
+                super().process_request(request, client_address)
+            except RuntimeError:  # no more threads can be started
+                self.places.release()
+                raise
 
         def process_request_thread(self, request: Any, client_address: Any) -> None:
             # A handler's timeout is that of each read: a client that sends a byte now and then would keep its place.
             guard = threading.Timer(SCRAPE_LIMIT_S, _shut, (request,))
             guard.daemon = True
-            guard.start()
             try:
+                guard.start()
                 super().process_request_thread(request, client_address)
             finally:
                 guard.cancel()
