@@ -84,13 +84,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(run_dir: Path, tmp_
 
 def test_a_run_of_several_nodes_is_done_again_without_the_others(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "copy")
-    launch = {"nodes": 2, "lease": "etcd://gone:2379", "address": "10.0.0.1", "node": "a", "rank_map": "gone.txt"}
+    gone = {"cluster": "gone.toml", "lease": "etcd://gone:2379", "address": "10.0.0.1", "rank_map": "gone.txt"}
+    launch = {"nodes": 2, "node": "a", **gone}
     save_run(load(copy / "run.toml").with_keys(launch=launch), copy / "run.toml")
     tried: list[RunConfig] = []
     monkeypatch.setattr("argosy.compare.replay.train_quietly", lambda run, folder, command: tried.append(run))
     replay(copy, 7)
     assert tried[0].launch.nodes == 1
-    assert {getattr(tried[0].launch, key) for key in ("lease", "address", "node", "rank_map")} == {""}
+    assert {getattr(tried[0].launch, key) for key in ("node", *gone)} == {""}
 
 
 def test_a_step_that_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> None:

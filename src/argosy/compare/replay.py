@@ -161,7 +161,7 @@ def _until(run: RunConfig, plan: Plan, step: int) -> RunConfig:
         evaluate={"every_steps": 0, "tokens": 1, "sample_prompt": None},
         checkpoint={"every_steps": 0, "every_minutes": 0.0, "remote": ""},
         observe=TOLD_TO_NOBODY,
-        launch={"max_restarts": 0, "processes": plan.world_size, "nodes": 1, **NO_OTHER_NODES},
+        launch={"max_restarts": 0, "processes": plan.world_size, "nodes": 1, "cluster": "", **NO_OTHER_NODES},
     )
 
 
