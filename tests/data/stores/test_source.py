@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -199,6 +200,17 @@ def test_a_full_disk_leaves_the_batches_as_they_are(
     monkeypatch.setattr(Cache, "keep", refuse)
     opened = check_same(data, prepared, 100)
     assert "cache_full" in [name for name, _ in opened.news()]
+
+
+def test_without_a_descriptor_left_the_cache_stays_as_large_as_it_is(
+    data: Data, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Cache, "keep", refuse)
+    opened = check_same(data, prepared, 100)
+    assert "cache_full" not in [name for name, _ in opened.news()]
 
 
 def test_the_default_folder_is_that_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:

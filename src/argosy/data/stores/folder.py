@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import threading
 import time
@@ -229,6 +230,8 @@ class StoreFolder:
         return FetchedBlocks({} if due else data, is_stored)
 
     def _full(self, problem: OSError) -> None:
+        if problem.errno in (errno.EMFILE, errno.ENFILE):
+            return  # no descriptor is left for now, which says nothing of the disk
         self.cache.disk_is_full(problem)
         if not self._was_full:
             self._was_full = True
