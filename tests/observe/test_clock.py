@@ -51,6 +51,14 @@ def test_a_lap_begins_anew(clock):
     assert "data" not in clock.lap()
 
 
+def test_a_block_within_another_is_that_one_s_time(clock):
+    with clock.time("communication"), clock.time("optimizer"):
+        time.sleep(0.01)
+    seconds = clock.lap()
+    assert seconds["communication"] > 0.009 and "optimizer" not in seconds
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["step"])
+
+
 def test_a_block_that_fails_is_counted_too(clock):
     with pytest.raises(KeyError), clock.time("checkpoint"):
         time.sleep(0.01)

@@ -44,18 +44,24 @@ class StepClock:
         self._spans: list[tuple[Category, Mark, Mark]] = []
         self._waits: list[tuple[Category, tuple[float, int], tuple[float, int]]] = []
         self._began = time.perf_counter()
+        self._is_timing = False
         self.mark: Callable[[Category], AbstractContextManager[object]] = nullcontext
         """Around each part of a step, with its category: a profile marks it there."""
 
     @contextmanager
     def time(self, category: Category) -> Iterator[None]:
-        """Count the time of this block as `category`. Blocks do not nest."""
+        """Count the time of this block as `category`. A block within another one counts as that one's time."""
+        if self._is_timing:
+            yield
+            return
+        self._is_timing = True
         self._heartbeat.enter(category)
         start, waits = mark(self._device), self._meter.marks() if self._meter else NO_WAITS
         try:
             with self.mark(category):
                 yield
         finally:
+            self._is_timing = False
             self._spans.append((category, start, mark(self._device)))
             if self._meter and category in OWN_WORK:
                 self._waits.append((category, waits, self._meter.marks()))
