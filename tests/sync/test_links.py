@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import selectors
 import socket
 import struct
@@ -125,6 +127,30 @@ def test_one_whose_certificate_follows_from_another_secret_is_told_so() -> None:
 def test_nonsense_ends_the_conversation(told: Callable[..., Any], frame: bytes) -> None:
     refusals, _, links = told(frame)
     assert refusals and not links.sites
+
+
+def test_without_a_descriptor_left_it_pauses_and_later_hears_who_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, pauses = socket.create_server(("127.0.0.1", 0)), list[float]()
+    addresses = {"A": listener.getsockname()[:2], "B": ("127.0.0.1", 1)}
+    links = Links("A", addresses, listener, SECRET, None, FROM_SITE, hello, lambda who, why: None)
+    other = Stranger(addresses["A"][1], SECRET)
+    limits, next_one = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(listener.fileno())
+    os.close(next_one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, limits[1]))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", pauses.append)
+            links.turn(1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert pauses
+    for _ in range(200):
+        links.turn(0.01)
+        other.turn()
+        if other.connection.is_proven:
+            break
+    links.close()
+    assert other.connection.is_proven
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "tls"])

@@ -161,7 +161,8 @@ class Links(Generic[M]):
     def _accept(self, listener: socket.socket) -> None:
         try:
             connected, (host, *_) = listener.accept()
-        except OSError:
+        except OSError:  # no descriptor is left, or the other end is gone already
+            time.sleep(CALL_LOOK_S)  # else this process would spin: the caller is still there
             return
         strangers = [link for link in self._links if not link.name and not link.expected]
         if len(strangers) >= MOST_UNKNOWN_SITES:
