@@ -11,6 +11,7 @@ import pytest
 
 from argosy.observe.events import Metrics, read_lines
 from argosy.parallel.world import World
+from argosy.training.services.profiling import Profiling
 from argosy.training.summary import StepFigures
 from tiny import EAGER, eager, losses, run_config, train_in
 
@@ -87,6 +88,17 @@ def test_profiled_steps_do_not_count_as_typical(corpus, tmp_path):
     measured = StepFigures(0)
     assert len(list(measured.steps(Metrics(tmp_path)))) == 8
     assert [record["step"] for record in measured.newest] == [0, 1, 2, 6, 7]
+
+
+def test_steps_before_those_that_are_asked_for_are_not_marked_after_a_rewind(trainer, tmp_path):
+    service = Profiling.of(trainer(observe={"profile": {"steps": "3:6"}}).parts)
+    service.before_step(3, 8)
+    assert service.line(3) == {"profiled": True}
+    for step in range(2, 6):  # the run went back
+        service.before_step(step, 8)
+        assert service.line(step) == ({} if step == 2 else {"profiled": True})
+        service.end_step(step, {})
+    assert summary_of(tmp_path)["steps"] == [3, 5]
 
 
 def test_what_cannot_be_written_does_not_stop_the_run(corpus, tmp_path):

@@ -76,6 +76,8 @@ class Profiling(Service):
     def before_step(self, step: int, steps: int | None) -> None:
         """Begin to record this step, if it is one of those asked for."""
         if step not in self._settings.range:
+            if self._steps:  # the run went back from there: they are recorded when they are made again
+                self.abandon()
             return
         if not self._steps and self._is_chosen:
             with self._clock.time("check"):
@@ -112,10 +114,10 @@ class Profiling(Service):
         return {}
 
     def abandon(self) -> None:
-        """Record no more, and write nothing: this world is over."""
+        """Write nothing of what was recorded so far: this world is over, or the run went back."""
         with suppress(Exception):
             self._stop()
-        self._steps = []
+        self._steps, self._seconds = [], []
 
     @property
     def _is_chosen(self) -> bool:
