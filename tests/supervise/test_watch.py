@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from argosy.config.schema import ResilienceConfig
+from argosy.observe.events import forget_from
 from argosy.resilience.detect.finding import Finding, WorkerSeen
 from argosy.supervise.node_report import NodeReport, NodeReporter
 from argosy.supervise.watch import RunWatch
@@ -109,6 +110,30 @@ def test_ranks_of_an_older_generation_and_incomplete_worlds_are_not_judged(watch
     nodes.world.change(1, generation=2)
     for _ in range(20):
         assert not nodes.tick()
+
+
+def test_steps_that_are_made_again_are_not_compared_with_their_old_times(tmp_path):
+    metrics, world = tmp_path / "metrics.jsonl", World(2)
+    watch = RunWatch(ResilienceConfig(), metrics)
+
+    def write(*steps: int) -> None:
+        with metrics.open("a") as file:
+            file.writelines(f'{{"step": {step}, "loss": 1.0, "step_time_s": 0.5}}\n' for step in steps)
+
+    def known(nodes: Nodes) -> set[int]:
+        for _ in range(4):
+            nodes.tick()
+        return set(watch._took_s)
+
+    write(0, 1, 2)
+    nodes = Nodes(watch, world, {"a": [0, 1]})
+    assert known(nodes) == {0, 1, 2}
+    forget_from(metrics, 1)  # the run went back
+    assert known(nodes) == set()
+    write(1, 2)
+    assert known(nodes) == {1, 2}
+    world.change(range(2), generation=2)
+    assert known(Nodes(watch, world, {"a": [0, 1]}, generation=2)) == set()
 
 
 def test_a_worker_that_has_ended_is_not_found_to_hang(watch):

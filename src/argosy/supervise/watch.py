@@ -183,6 +183,7 @@ class RunWatch:
         """Take in what `node` reports, while a world of `size` is the newest; of other generations is ignored."""
         if (generation, size) != (self._view.generation, self._view.size):
             self._view = WorldView(generation, size)
+            self._took_s.clear()
         self._view.take(node, report)
 
     def shown_by(self, generation: int) -> dict[str, int]:
@@ -233,5 +234,8 @@ class RunWatch:
         if self._metrics is None or at_s - self._read_s < READ_S:
             return
         self._read_s = at_s
-        self._took_s |= {line["step"]: line["step_time_s"] for line in self._metrics.take() if "step_time_s" in line}
+        lines = self._metrics.take()
+        if self._metrics.was_cut:  # the run went back, and makes these steps again
+            self._took_s.clear()
+        self._took_s |= {line["step"]: line["step_time_s"] for line in lines if "step_time_s" in line}
         self._took_s = dict(list(self._took_s.items())[-METRICS_STEPS:])
