@@ -141,6 +141,20 @@ def test_a_worker_that_is_done_is_not_lost(node):
     assert len(node.workers) == 0 and node.told[-1] == say.WorkerDone(slot=0)
 
 
+def test_a_worker_that_is_done_gives_way_to_another_before_it_has_ended(node):
+    process = node.start(0)
+    node.join()
+    node.says(0, "done", finished=True)
+    end = node.forks.ends["worker 0"]
+    end.take()
+    node.workers.start(0, "")
+    with pytest.raises(ChannelClosed):
+        end.take()
+    process.kill()
+    node.ends(0)
+    assert node.workers.states == {RankState.STARTING} and node.told[-1] == say.WorkerDone(slot=0)
+
+
 def test_an_error_that_a_restart_would_only_meet_again_is_told_in_the_worker_s_words(node):
     process = node.start(0)
     node.says(0, "failed", error="UserError", text="no such data", traceback="")

@@ -109,6 +109,8 @@ class NodeWorkers:
 
     def start(self, slot: int, interface: str) -> None:
         """Ask for a worker. interface: the network interface that leads to the coordinator; empty if not known."""
+        if (before := self._processes.get(slot)) is not None and before.state is RankState.DONE:
+            self._handle_exit(before, 0)  # its world broke after it had reached the end; it is still ending
         environment = {
             "ARGOSY_RUN_DIR": str(self._run_dir),
             "ARGOSY_SCRATCH": str(self._scratch),
