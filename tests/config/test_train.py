@@ -30,6 +30,8 @@ def test_a_target_is_a_whole_name_or_has_stars(target: str, expected: list[str])
 def test_a_target_without_a_layer_is_refused_with_near_names() -> None:
     with pytest.raises(UserError, match=r'"attention.qq" matches no linear layer. The nearest names are attention.q'):
         check_targets(LoraConfig(rank=1, targets=("attention.o", "attention.qq")), MODULES)
+    with pytest.raises(UserError, match=r'"self_attn.q_proj" matches no linear layer. The nearest .* attention.q;'):
+        check_targets(LoraConfig(rank=1, targets=("self_attn.q_proj",)), MODULES)
 
 
 def test_experts_are_refused_with_dropout() -> None:

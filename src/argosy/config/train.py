@@ -267,7 +267,9 @@ def check_targets(lora: LoraConfig, modules: Collection[str]) -> None:
     that is of experts with `lora.dropout`."""
     for target in lora.targets if lora.rank else ():
         if not any(_matches(module, target) for module in modules):
-            near = get_close_matches(target, sorted({m.split(".", 2)[-1] for m in modules}), n=3, cutoff=0.0)
+            names, last = sorted({m.split(".", 2)[-1] for m in modules}), target.rpartition(".")[2]
+            as_in_peft = [name for name in names if f"{name.rpartition('.')[2]}_proj" == last]  # its q_proj is q here
+            near = as_in_peft or get_close_matches(target, names, n=3, cutoff=0.0)
             raise UserError(
                 f'lora.targets: "{target}" matches no linear layer. The nearest names are {", ".join(near)}; '
                 f'"{ALL_LINEAR}" takes all.'
