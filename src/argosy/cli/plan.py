@@ -248,18 +248,18 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
 
 def _serving_question(options: Options) -> ServingQuestion:
     """Return what is asked about serving. Raises: UserError for a --draft that says nothing."""
-    from argosy.plan.cost.inference import Draft
+    from argosy.plan.cost.inference import MOST_GUESSES, Draft
     from argosy.plan.search.serving import ServingQuestion
 
     draft = Draft()
-    if options.draft:
+    if given := options.draft:
         try:
-            tokens, *shares = options.draft.split(":")
+            tokens, *shares = given.split(":")
             draft = Draft(int(tokens), *map(float, shares))
         except (ValueError, TypeError):
             draft = Draft(-1)
-        if draft.tokens < 1 or not (0 < draft.accepted < 1 and 0 <= draft.cost < 1):
-            raise UserError(f"--draft {options.draft}: is not TOKENS:ACCEPTED[:COST]. Try 3:0.7 or 1:0.85:0.03.")
+        if not (1 <= draft.tokens <= MOST_GUESSES and 0 < draft.accepted < 1 and 0 <= draft.cost < 1):
+            raise UserError(f"--draft {given}: is not TOKENS:ACCEPTED[:COST] of 1 to {MOST_GUESSES} TOKENS. Try 3:0.7.")
     latencies = {"ttft_s": options.ttft_ms, "tpot_s": options.tpot_ms}
     return ServingQuestion(
         prompt=options.prompt_len or PROMPT_LEN,
@@ -275,7 +275,7 @@ def _serving_question(options: Options) -> ServingQuestion:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split("|") if word.strip())
+    return tuple(word.strip() for word in text.split("|") if word.strip()) or (text,) * bool(text)
 
 
 def _run(source: str, asked: Question) -> RunConfig:

@@ -62,6 +62,8 @@ WITHOUT_OWN_SUMS = ("DeepSpeed", "DeepSpeed-MII", "FasterTransformer")
 """Engines of 2024 and earlier without kernels of their own for small sums."""
 UNEVEN = 1.0
 """Standard deviation of the tokens of an expert over their mean; assumed, as if popularity were exponential."""
+MOST_GUESSES = 1024
+"""Most guesses of a pass: published drafts have up to some tens."""
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,8 @@ class ServingSearch:
         self.engine, constants, self.options = software
         self.learnt = bool(cluster.serving) and self.engine == ServingEngine.of(cluster.serving_engine)
         self.weights = question.weights or tuple(map(str, pins.get("precision", (costs.precision,))))
+        if not question.caches:
+            raise UserError(f"--kv-cache names no format. Try {', '.join(CACHES)}.")
         for name, known in ((self.weights, BYTES_OF_WEIGHT), (question.caches, CACHES)):
             if wrong := [word for word in name if word not in known]:
                 option = "--kv-cache" if known is CACHES else "--weights"
