@@ -191,7 +191,7 @@ LEFT_OUT_STD_SHARE = 0.9
 
 
 class SavedComparison(BaseModel):
-    """What factors are learnt from in a run's report."""
+    """The keys of a run's report that factors are learnt from."""
 
     device: str
     software: str
