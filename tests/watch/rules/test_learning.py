@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from argosy.plan.plan import Plan
 from argosy.watch.facts import RunFacts
 from argosy.watch.rules.learning import (
     bad_steps,
@@ -102,6 +103,21 @@ def test_a_step_that_was_good_again_may_be_a_flipped_bit():
     assert "step 95 was bad once (gradient norm 1e+06) and good when it was done again (1.5)" in found.evidence
 
 
+@pytest.mark.parametrize(
+    ("objective", "plan", "is_advised"),
+    [
+        ("pretrain", "dp_replicate=2", True),
+        ("pretrain", "dp_shard=2", False),
+        ("dpo", "dp_replicate=2", False),
+    ],
+)
+def test_replay_checks_are_advised_where_the_run_can_have_them(objective, plan, is_advised):
+    once = event("transient", 1.0, step=95, reason="norm_outlier", first_grad_norm=1e6, grad_norm=1.5)
+    run = small_run(train={"objective": objective})
+    facts = replace(of_steps(100, run, [once], loss=2.0), plan=Plan.parse(plan))
+    assert ("resilience.replay_check_every_steps" in advice(bad_steps, facts).do) is is_advised
+
+
 def test_ranks_whose_numbers_are_corrupt_are_to_be_checked():
     world = event("generation", 0.0, ranks={"node0/0": 0, "node1/0": 1})
     found = [event("gradient_corrupt", 0.5, ranks=[1]), event("corruption", 0.6, rank=0), event("corruption", 0.7)]
@@ -123,6 +139,19 @@ def test_gradients_that_grow_threefold_over_400_steps_ask_for_half_the_rate():
     assert found.title == "The gradient's norm has grown 3.1-fold while the loss did not fall"
     assert found.evidence == "Medians over quarters of steps 0 to 399: 1, 2, 3, 3.1; the loss went from 2.000 to 2.000."
     assert "lower optimizer.lr to 0.0005" in found.do
+
+
+@pytest.mark.parametrize(
+    ("model", "is_advised"),
+    [
+        ({}, True),
+        ({"qk_norm": True}, False),
+        ({"heads": 4, "kv_heads": 4, "head_width": 4, "mla": {"kv_rank": 8, "rope_width": 4}}, False),
+    ],
+)
+def test_norms_of_queries_and_keys_are_advised_to_models_that_can_have_them(model, is_advised):
+    found = growing([1, 2, 3, 3.1], [2, 2, 2, 2], model=model, schedule={"warmup_steps": 0})
+    assert found is not None and ("model.qk_norm" in found.do) is is_advised and found.do.endswith(".")
 
 
 def test_a_warmup_that_is_a_share_of_the_run_is_lengthened_by_that_share():

@@ -6,6 +6,7 @@ import numpy as np
 
 from argosy.config.schema import SIGMAS_OF_MAD
 from argosy.plan.cost.estimate import percent
+from argosy.plan.rules import replicas_that_replay_are_whole
 from argosy.watch.columns import finite_mean
 from argosy.watch.facts import Event, RunFacts, median
 from argosy.watch.rules.planner import Advice, Planner
@@ -88,6 +89,8 @@ def growing_gradients(facts: RunFacts, planner: Planner) -> Advice | None:
     first, last = int(steps[part][0]), int(steps[part][-1])
     lr = facts.run.optimizer.lr if facts.run is not None else None
     half = f" to {lr / 2:g}" if lr else ""
+    has_norms = facts.run is not None and (facts.run.model.qk_norm or facts.run.model.mla.kv_rank > 0)
+    with_norms = "" if has_norms else "; model.qk_norm = true keeps attention's logits small (a new model only)"
     return Advice(
         "growing_gradients",
         "warning",
@@ -95,7 +98,7 @@ def growing_gradients(facts: RunFacts, planner: Planner) -> Advice | None:
         f"Medians over quarters of steps {first} to {last}: {', '.join(f'{each:.3g}' for each in medians)}; the loss "
         f"went from {median(losses[0]):.3f} to {median(losses[-1]):.3f}.",
         f"A run that does so often diverges: lower optimizer.lr{half} from the newest checkpoint on, or raise "
-        f"{warmup_key(facts)}; model.qk_norm = true keeps attention's logits small (a new model only).",
+        f"{warmup_key(facts)}{with_norms}.",
         steps=(first, last),
         facts={"medians": medians},
     )
@@ -229,10 +232,8 @@ def _remedy(facts: RunFacts, many: bool, is_only_once: bool) -> str:
             "run."
         )
     if is_only_once:
-        return (
-            "A value that is wrong once is a flipped bit: if it comes back, resilience.replay_check_every_steps finds "
-            "the rank."
-        )
+        finds = "resilience.replay_check_every_steps finds the rank" if _can_replay(facts) else "check the machines"
+        return f"A value that is wrong once is a flipped bit: if it comes back, {finds}."
     if not many:
         return (
             "Nothing, if it stays at this: the samples were skipped, or the loss came back. Look at them if it repeats."
@@ -246,6 +247,16 @@ def _remedy(facts: RunFacts, many: bool, is_only_once: bool) -> str:
         f"Lower optimizer.lr ({run.optimizer.lr:g}) to {run.optimizer.lr / 2:g}, or raise {warmup_key(facts)} "
         f"({warmup:g}).{clip}"
     )
+
+
+def _can_replay(facts: RunFacts) -> bool:
+    """Return True unless the run's objective or its plan refuses replay checks."""
+    if facts.run is None:
+        return True
+    resilience = facts.run.resilience.model_copy(update={"replay_check_every_steps": 1})
+    checked = facts.run.model_copy(update={"resilience": resilience})
+    fits = facts.plan is None or replicas_that_replay_are_whole(facts.plan, checked) is None
+    return fits and not facts.run.train.has_preferences
 
 
 def warmup_key(facts: RunFacts) -> str:
