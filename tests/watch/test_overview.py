@@ -9,7 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.watch.overview import details, goodput, line, logs, model, profiles, row_of, run_timeline, unreadable
+from argosy.watch.overview import (
+    MOST_PROFILES,
+    details,
+    goodput,
+    line,
+    logs,
+    model,
+    profiles,
+    row_of,
+    run_timeline,
+    unreadable,
+)
 from argosy.watch.reader import RunReader, RunTail
 from run_folders import START_S, Made, Trouble, append
 
@@ -109,3 +120,11 @@ def test_profiles_are_listed_with_what_is_wrong_with_them(tmp_path: Path) -> Non
     assert (first["name"], first["wall_s"], first["files"]) == ("step-1", 2.0, [{"name": "summary.json", "bytes": 15}])
     assert second == {"name": "step-2", "problem": "it has no summary.json yet", "files": []}
     assert third["problem"] == "summary.json cannot be read"
+
+
+def test_of_many_profiles_the_newest_are_listed(tmp_path: Path) -> None:
+    reader = read(MADE, tmp_path)
+    names = [f"step-{step:08d}-{step + 2:08d}" for step in range(0, 10 * MOST_PROFILES + 20, 10)]
+    for name in names:
+        (reader.folder / "profiles" / name).mkdir(parents=True)
+    assert [profile["name"] for profile in profiles(reader)] == names[2:]

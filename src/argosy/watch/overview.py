@@ -256,9 +256,9 @@ def energy(reader: RunReader, meter: EnergySoFar) -> dict[str, Any]:
 
 
 def profiles(reader: RunReader) -> list[dict[str, Any]]:
-    """Return the profiles that were recorded, with their summaries and files."""
+    """Return the newest profiles that were recorded, with their summaries and files; by their steps."""
     found = []
-    for folder in _profile_folders(reader.folder)[:MOST_PROFILES]:
+    for folder in _profile_folders(reader.folder)[-MOST_PROFILES:]:
         entry: dict[str, Any] = {"name": folder.name}
         try:
             if not leads_away(reader.folder, f"profiles/{folder.name}/summary.json"):
