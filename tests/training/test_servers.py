@@ -315,6 +315,15 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint_and_so_do_workers(corpus
     assert steps == list(range(12))
 
 
+def test_a_worker_that_is_started_again_forgets_what_the_servers_have_lost(corpus, tmp_path):
+    run, worker = asynchronous(corpus, workers="A"), tmp_path / "sites/A"
+    worker.mkdir(parents=True)
+    (worker / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 9.0}}\n' for step in range(3)))
+    with serving(run, tmp_path):
+        assert work(run, tmp_path, "A")
+    assert [record["step"] for record in Metrics(worker).read() if "loss" in record] == list(range(8))
+
+
 def test_a_worker_that_others_wait_for_too_long_loses_its_samples(corpus, tmp_path):
     run = asynchronous(corpus, train={"steps": 5}, sync={"max_staleness": 0, "patience_s": 0.5})
     layout = ServerLayout(run.model_copy(update={"site": "B"}))

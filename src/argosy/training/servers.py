@@ -237,8 +237,9 @@ class Servers(Agreement):
                 self._model.after_update()
                 self._world.barrier()  # the first rank receives the next weights into the same files
         step = self._layout.step_of(task.version)
-        if self._last_step >= step and self._world.is_first:
-            self._records.metrics.forget_from(step)  # the servers have gone back
+        metrics = self._records.metrics
+        if self._world.is_first and any(line["step"] >= step for line in metrics.last(1)):
+            metrics.forget_from(step)  # the servers have gone back, perhaps before this process was started
         self._state.step = step
         return task
 
