@@ -144,6 +144,12 @@ def all_commands(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return commands
 
 
+@pytest.mark.parametrize("call", ["merge {run}", "export {run} --adapter"])
+def test_a_dry_run_is_refused_too_where_there_is_no_adapter(ask, call):
+    (said,) = ask(f"checkpoint {call} --out {{tmp}}/dry --dry-run", "error", code=2)
+    assert "has no adapter" in said["error"]
+
+
 def test_what_starts_or_deletes_something_has_a_dry_run(capsys):
     tried = {"-".join(call.split()[: 1 + call.startswith("checkpoint")]) for call in DRY} | {"stop", "checkpoint-merge"}
     for command in all_commands(capsys):

@@ -380,16 +380,23 @@ def _import(argv: list[str]) -> int:
 
 
 def _would_write(options: ExportOptions | MergeOptions | ImportOptions) -> int:
-    """Show what would be written. Raises: UserError if there is no checkpoint to write from, or `out` exists."""
-    from argosy.checkpoint.store import find
-    from argosy.data.stores.model_folder import refuse_existing
-    from argosy.inference.huggingface import check_format
+    """Show what would be written.
 
-    if isinstance(options, ExportOptions):
-        check_format(options.format, options.dtype, options.type)
-    source = (
-        options.folder if isinstance(options, ImportOptions) else find(options.path, lambda checkpoint: None).folder
-    )
+    Raises: UserError if there is no checkpoint, or adapter, to write from, or `out` exists.
+    """
+    from argosy.data.stores.model_folder import refuse_existing
+    from argosy.inference.huggingface import check_adapter, check_format
+    from argosy.inference.trained_model import open_checkpoint
+
+    if isinstance(options, ImportOptions):
+        source: Path | str = options.folder
+    else:
+        found = open_checkpoint(options.path, check=lambda checkpoint: None)
+        if isinstance(options, ExportOptions):
+            check_format(options.format, options.dtype, options.type)
+        if isinstance(options, MergeOptions) or options.adapter:
+            check_adapter(options.path, found.run)
+        source = found.checkpoint.folder
     if not is_url(str(options.out)):
         refuse_existing(Path(options.out))
     show_dry_run(DryRun((f"write {options.out} from {source}",)), options.json)

@@ -400,9 +400,14 @@ def adapters_in(folder: Path) -> list[AdapterFacts]:
 
 def _adapter_at(path: Path, trust_code: bool) -> TrainedModel:
     found = open_checkpoint(path, trust_code)
-    if not found.run.lora.rank:
-        raise UserError(f"{path}: the run has no adapter (lora.rank = 0): its weights are whole already.")
+    check_adapter(path, found.run)
     return found
+
+
+def check_adapter(path: Path, run: RunConfig) -> None:
+    """Raise UserError if the run at `path` trains no adapter."""
+    if not run.lora.rank:
+        raise UserError(f"{path}: the run has no adapter (lora.rank = 0): its weights are whole already.")
 
 
 def _tokenizer(run_dir: Path) -> bytes | None:
