@@ -110,7 +110,7 @@ class DiskDetector:
 
 
 class DiskProbe:
-    """Write a small file in `folder` from time to time, in a thread: a disk that hangs blocks nothing else."""
+    """Write a small file in `folder` from time to time, in a thread: a write that hangs blocks nothing else."""
 
     def __init__(self, folder: Path):
         self._folder = folder
