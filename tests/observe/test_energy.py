@@ -33,6 +33,8 @@ class FakeNvml:
     def __init__(self, gpus: int = 4, unknown: tuple[str, ...] = ()):
         self.energy_mj = [1_000_000 * (number + 1) for number in range(gpus)]
         self._unknown = unknown
+        self.silent: tuple[int, ...] = ()
+        """GPUs that cannot tell their energy now."""
 
     def nvmlInit(self) -> None:  # noqa: N802
         if not self.energy_mj:
@@ -57,11 +59,16 @@ class FakeNvml:
             "nvmlDeviceGetTemperature": lambda gpu, sensor: 55 + gpu,
             "nvmlDeviceGetPowerUsage": lambda gpu: 650_500,
             "nvmlDeviceGetClockInfo": lambda gpu, clock: 1755,
-            "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: self.energy_mj[gpu],
+            "nvmlDeviceGetTotalEnergyConsumption": self._energy,
         }
         if name in self._unknown:
             return self._refuse
         return answers[name]
+
+    def _energy(self, gpu: int) -> int:
+        if gpu in self.silent:
+            raise NVMLError("the GPU is lost")
+        return self.energy_mj[gpu]
 
     def _refuse(self, *args: Any) -> Any:
         raise NVMLError("not supported")
@@ -109,6 +116,19 @@ def test_energy_is_that_since_the_last_call_also_after_a_reset():
     assert devices.joules(2) == pytest.approx(500)
     nvml.energy_mj[0] = 30_000  # the driver was loaded anew
     assert devices.joules(2) == pytest.approx(30)
+
+
+def test_time_in_which_a_gpu_was_silent_is_estimated_and_not_counted_once_more(clock):
+    nvml = FakeNvml(gpus=3)
+    meter = EnergyMeter(opened(nvml), None, lambda: 100.0)
+    told = []
+    for silent in ((), (1,), (), ()):
+        clock.now_s += 10
+        nvml.energy_mj = [each + 1_000_000 for each in nvml.energy_mj]  # 100 W each
+        nvml.silent = silent
+        told.append(meter.look([0, 1, 2])["energy"])
+    assert [each["source"] for each in told] == ["nvml", "estimate", "estimate", "nvml"]
+    assert [each["joules"] for each in told] == [3000] * 4
 
 
 @pytest.mark.parametrize("visible", [None, "7", ""])

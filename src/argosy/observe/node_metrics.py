@@ -36,7 +36,7 @@ class NvmlDevices:
     def __init__(self, nvml: Any, handles: Sequence[Any]):
         """`nvml` is the module `pynvml`, initialised."""
         self._nvml, self._handles = nvml, handles
-        self._before_mj: dict[int, int] = {}
+        self._before_mj: dict[int, int | None] = {}
 
     @classmethod
     def open(cls, nvml: Any = None) -> NvmlDevices | None:
@@ -62,17 +62,18 @@ class NvmlDevices:
     def joules(self, count: int) -> float | None:
         """Return the energy that the first `count` GPUs have taken since the last call; None if one does not tell.
 
-        A counter that was reset, as a driver does it when it is loaded, counts from 0.
+        Nor does one that was silent at the last call: that time was estimated, and would count twice. A counter that
+        was reset, as a driver does it when it is loaded, counts from 0.
         """
-        total = 0.0
+        total, all_tell = 0.0, True
         for number, handle in enumerate(self._handles[:count]):
             now = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-            if now is None:
-                return None
-            before = self._before_mj.get(number, now)
-            self._before_mj[number] = now
-            total += (now - before if now >= before else now) / 1e3
-        return total
+            before, self._before_mj[number] = self._before_mj.get(number), now
+            if now is None or before is None:
+                all_tell = False
+            else:
+                total += (now - before if now >= before else now) / 1e3
+        return total if all_tell else None
 
     def _questions(self) -> dict[str, Callable[[Any], Any]]:
         nvml = self._nvml
