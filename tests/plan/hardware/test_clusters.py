@@ -112,6 +112,7 @@ def test_a_devices_file_is_found_beside_the_clusters(tmp_path, monkeypatch):
     [
         ("0xh100", "there must be at least one device. Try 8xh100."),
         ("4x0xh100", "there must be at least one device"),
+        ("600000xh100+600000xh100", "1,200,000 devices are more than 1,048,576. Give fewer."),
         ("100xh100", "has 8 devices, and 100 is not a multiple of that. Try 96xh100 or 104xh100, or give the nodes"),
         ("8xh1000", "no device is called 'h1000'; did you mean h100"),
         ("h100x8", "neither NxDEVICE, such as 8xh100, nor a .toml file, nor a preset"),
@@ -152,6 +153,10 @@ TIER = '[[network]]\nname = "leaf"\nbandwidth_bytes_per_s = 5e10\nlatency_s = 1e
         ),
         ("[factors]\ncompute = {value = 1, sd = 2}\n" + GROUP, "mine.toml:2: factors.compute.sd = 2: unknown key;"),
         ('currency = "EUR"\n' + GROUP, "mine.toml:1: currency is EUR"),
+        (
+            GROUP + "devices_per_node = 1_000_000_000_000_000_000",
+            "groups have 8,000,000,000,000,000,000 devices, more than 1,048,576; give fewer nodes",
+        ),
         (GROUP + '[groups.device]\nname = "x"', "mine.toml"),
     ],
 )

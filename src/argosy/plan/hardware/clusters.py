@@ -55,6 +55,9 @@ from argosy.plan.hardware.topology import Topology, hosts_of
 STORAGE_BYTES_PER_S_PER_DEVICE = 2e12 / 16_384
 """Llama 3 had a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
 
+MOST_CLUSTER_DEVICES = 2**20
+"""Larger clusters are not known, and ways to cut so many devices take long to count."""
+
 Category = Literal["compute", "network", "optimizer", "rest", "memory"]
 """Calibration factors: each corrects a part of a step's time, or memory beyond the state of the model."""
 
@@ -184,6 +187,10 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
+        if (devices := self.devices) > (most := MOST_CLUSTER_DEVICES):
+            raise ValueError(
+                f"groups have {devices:,} devices, more than {most:,}; give fewer nodes or devices_per_node"
+            )
         joined = {site for link in self.links for site in link.sites}
         if strangers := joined - self.sites.keys():
             raise ValueError(f"links names the site {min(strangers)!r}, and groups has {', '.join(self.sites)}")
@@ -370,7 +377,7 @@ class Cluster(Section):
             return cls.load(preset_path("clusters", text))
         groups = [re.fullmatch(r"\s*(\d+)x(?:(\d+)x)?(.+?)\s*", part, re.IGNORECASE) for part in text.split("+")]
         if all(groups):
-            return cls(name=text, groups=tuple(_group(*group.groups(), text=text) for group in groups if group))
+            return cls._of_groups(text, *(_group(*group.groups(), text=text) for group in groups if group))
         if is_path(text):
             return cls.load(expanded(text))
         raise UserError(
@@ -382,7 +389,15 @@ class Cluster(Section):
     def of(cls, device: Device, count: int) -> Self:
         """Return so many devices, which the catalogue need not have, in nodes of their size. Raises: UserError."""
         text = f"{count}x{device.name}"
-        return cls(name=text, groups=(_group(str(count), None, device.name, text=text, device=device),))
+        return cls._of_groups(text, _group(str(count), None, device.name, text=text, device=device))
+
+    @classmethod
+    def _of_groups(cls, text: str, *groups: NodeGroup) -> Self:
+        if (devices := sum(group.devices for group in groups)) > MOST_CLUSTER_DEVICES:
+            raise UserError(
+                f"cluster {text!r}: {devices:,} devices are more than {MOST_CLUSTER_DEVICES:,}. Give fewer."
+            )
+        return cls(name=text, groups=groups)
 
     @classmethod
     def load(cls, path: Path) -> Self:
