@@ -18,6 +18,10 @@ HBM = {"memory": '["HBM3", "HBM4"]', "stacks": "[5, 8]"}
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
+        (
+            {"base": '"v100"', "bf16_flops_per_s": "1e14"},
+            r":3: device\.bf16_flops_per_s = 1e\+14: V100.* has no bf16 matmuls\. Leave it out, or give a base",
+        ),
         ({"power_w": "[0.7]"}, r":3: device\.power_w = 0\.7 lies outside .* Give watts"),
         ({"bf16_flops_per_s": "[989]"}, r":3: device\.bf16_flops_per_s = 989 lies outside .* Give FLOP/s"),
         ({"link_bytes_per_s": "[3600e9]"}, r":3: device\.link_bytes_per_s = 3\.6e\+12 is 107 % of the memory's"),

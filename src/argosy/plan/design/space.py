@@ -135,6 +135,11 @@ class DeviceSpace(Section):
         explicit = [key for key in RATES if getattr(self, key)]
         if self.node and explicit:
             raise ValueError(f"{explicit[0]} says what node does too. Leave one of them out")
+        if self.bf16_flops_per_s and "bf16" not in self.device.formats:
+            raise ValueError(
+                f"bf16_flops_per_s = {self.bf16_flops_per_s[0]:g}: {self.device.name} has no bf16 matmuls. "
+                'Leave it out, or give a base that has them, e.g. base = "a100"'
+            )
         if bool(self.memory) != bool(self.stacks):
             key, other = ("memory", "stacks") if self.memory else ("stacks", "memory")
             raise ValueError(f"{key} needs {other}: how much memory of which generation. Add device.{other}")
