@@ -34,6 +34,21 @@ global_batch = 512
 after = ["first"]
 most_devices = 8
 """
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
 
 
 def answer(capsys, *argv: str):
@@ -115,6 +130,21 @@ def test_a_job_that_fits_nowhere_says_why_on_each_cluster(capsys, tmp_path):
     said = capsys.readouterr().err
     assert 'jobs.toml:21: jobs[1].least_devices = 32: job "second" runs on no cluster' in said
     assert "c: no plan on 32 or more of its 16 devices; there are plans for" in said
+
+
+@pytest.mark.parametrize("named", ["", "/config.json"])
+def test_a_model_s_folder_is_started_from_its_weights_or_not_at_all(capsys, tmp_path, named):
+    (folder := tmp_path / "a model").mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    path = tmp_path / "jobs.toml"
+    path.write_text(SMALL.format(on="slurm", deadline="30d").replace("llama-20m", f"{folder}{named}", 1))
+    (first, second), said = answer(capsys, str(path))["jobs"], f"{folder}{named} has no weights to start from"
+    lines = first["commands"][0]["lines"]
+    assert said in lines[-1] and all(line.startswith("#") for line in lines)
+    assert "--model.preset llama-20m" in second["commands"][0]["lines"][-1]
+    (folder / "model.safetensors").touch()
+    lines = answer(capsys, str(path))["jobs"][0]["commands"][0]["lines"]
+    assert lines[-1].startswith(f"argosy launch --model.weights '{folder}' --name first ")
 
 
 def test_a_device_that_nobody_knows_is_named_with_its_line(capsys, tmp_path):

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from argosy.config.layers import preset_names
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, counted
+from argosy.files import expanded
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.cost.estimate import DAY, INTERVAL_Z, Estimate
 from argosy.plan.hardware.clusters import Cluster
@@ -271,6 +273,10 @@ def _commands(
     found = []
     for k, stint in enumerate(each.stints):
         lines = [f"# {after_now(stint.begin_s)}: {each.job} on {counted(stint.devices, 'device')} of {place.name}"]
+        if spec.model and not _model_words(spec.model):
+            why = f"no command: {spec.model} has no weights to start from; write its sizes to a run file, and give run"
+            found.append(JobCommand(stint.begin_s, (*lines, f"# {why}")))
+            continue
         if k:
             lines.append(f"argosy stop runs/{each.job}")
         elif spec.model:
@@ -291,7 +297,7 @@ def _launch(stint: Stint, spec: JobSpec, place: ClusterSpec, choice: JobChoices,
     words = [
         "argosy",
         "launch",
-        *([shlex.quote(spec.run)] if spec.run else ["--model.preset", shlex.quote(spec.model)]),
+        *([shlex.quote(spec.run)] if spec.run else _model_words(spec.model)),
     ]
     words += ["--name", spec.name, "--on", place.on, "--nodes", str(stint.devices // per_node)]
     words += ["--gpus-per-node", str(per_node)] if cluster.device.kind != "cpu" else []
@@ -304,6 +310,15 @@ def _launch(stint: Stint, spec: JobSpec, place: ClusterSpec, choice: JobChoices,
         steps = next(size.run.steps for size in choice.sizes if size.devices == stint.devices)
         words += ["--train.steps", f"{float(steps):.0f}"]
     return [*words, "--plan", shlex.quote(stint.plan)]
+
+
+def _model_words(model: str) -> list[str]:
+    """Return the words that name a job's model; none for a Hugging Face folder that has no weights."""
+    if model in preset_names("models"):
+        return ["--model.preset", model]
+    path = expanded(model)
+    folder = path.parent if path.name == "config.json" else path
+    return ["--model.weights", shlex.quote(str(folder))] if any(folder.glob("*.safetensors")) else []
 
 
 def _slurm_time(seconds: float) -> str:
