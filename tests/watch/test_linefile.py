@@ -113,6 +113,10 @@ def test_events_of_single_ranks_are_left_out_first(tmp_path, monkeypatch):
         ("bad_step", "rank-0"), ("bad_step", "rank-1"), ("bad_step", "rank-2"),
     ]  # fmt: skip
     assert log.left_out == 3
+    for time_s in (20.0, 21.0):
+        write(tmp_path, "coordinator", (time_s, "break"))
+        log.refresh()
+    assert (log.left_out, log.counts) == (5, {"start": 3, "bad_step": 3, "break": 2})
 
 
 @pytest.mark.parametrize(("process", "tells"), [("rank-0", True), ("rank-7", False), ("coordinator", True)])

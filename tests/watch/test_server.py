@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 pytest.importorskip("starlette")
 
 from argosy.observe import line_follower
-from argosy.watch import library, metrics_table, timeline
+from argosy.watch import library, linefile, metrics_table, timeline
 from argosy.watch import server as server_module
 from argosy.watch.nodes import EnergySoFar
-from argosy.watch.reader import RunReader
+from argosy.watch.reader import RunReader, RunTail
 from argosy.watch.server import VIEWS
 from argosy.watch.status import RunSummary
 from run_folders import Made, Trouble, append
@@ -332,3 +333,13 @@ def test_prometheus_is_told_of_all_runs(server: Served) -> None:
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'argosy_steps_done{run="trouble"} 300' in answer.body.decode()
     assert 'run="team/new one"' in answer.body.decode()
+
+
+def test_prometheus_counter_of_events_never_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linefile, "MOST_HELD_EVENTS", 3)
+    tail = RunTail(Made(steps=20, ranks=2).write(tmp_path / "demo"))
+    tail.refresh()
+    before = server_module.latest("demo", tail).events
+    append(tail.folder / "events/coordinator.jsonl", *({"time_s": 4e9 + n, "event": "break"} for n in range(5)))
+    tail.refresh()
+    assert server_module.latest("demo", tail).events == before + Counter({"break": 5})

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -114,8 +115,17 @@ class EventLog:
         self._tails: dict[str, LineFollower] = {}
         self._sizes: dict[str, int] = {}
         self.events: list[Event] = []
-        self.left_out = 0
+        self._left_out: Counter[str] = Counter()
+
+    @property
+    def left_out(self) -> int:
         """The number of events that were read and are not held."""
+        return self._left_out.total()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Kind of event -> how many were read, held or not."""
+        return self._left_out + Counter(event["event"] for event in self.events)
 
     def refresh(self) -> bool:
         """Read what was added; return True if there is anything new. Raises: OSError if the folder cannot be read."""
@@ -150,10 +160,10 @@ class EventLog:
     def _bound(self) -> None:
         if len(self.events) <= MOST_HELD_EVENTS:
             return
-        before = len(self.events)
+        before = self.counts
         self.events = [e for e in self.events if tells_of_the_run(e["process"]) or e["event"] not in OF_ONE_RANK]
         self.events = self.events[-MOST_HELD_EVENTS:]
-        self.left_out += before - len(self.events)
+        self._left_out = before - Counter(event["event"] for event in self.events)
 
 
 def tells_of_the_run(process: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -118,6 +119,11 @@ class RunFiles:
     def why(self) -> str:
         """One sentence on a state that is not `training` or `finished`; it may be empty."""
         return self.status.why
+
+    @property
+    def event_counts(self) -> Counter[str]:
+        """Kind of event -> how often it came, also of events that are not held."""
+        return self._events.counts
 
     @property
     def problems(self) -> list[str]:

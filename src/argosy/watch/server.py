@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
@@ -330,7 +329,7 @@ def latest(run_id: str, tail: RunTail) -> LatestFacts:
         step=tail.last_line,
         evaluation=tail.last_evaluation,
         nodes={node: series.last for node, series in tail.nodes.items()},
-        events=Counter(event["event"] for event in tail.events),
+        events=tail.event_counts,
         state=tail.state,
     )
 
