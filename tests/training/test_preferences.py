@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.compare.replay import replay
 from argosy.config.dump import save_run
+from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import ID_MASK, MISMATCHED_BIT, REJECTED_BIT, START_BIT, TRAINED, Words
 from argosy.data.shards import TokenSource
 from argosy.errors import UserError
@@ -24,12 +26,25 @@ from argosy.inference.evaluate import evaluate
 from argosy.inference.huggingface import export_checkpoint, import_checkpoint
 from argosy.inference.loaded_model import generate
 from argosy.inference.trained_model import open_checkpoint
+from argosy.launch import run_folder
 from argosy.models import hf
 from argosy.models.decoder import Decoder
 from argosy.models.microbatch import compared_microbatches
 from argosy.parallel.world import World
 from chats import SEQ_LEN, reference_of, rows_of, scores
-from tiny import MODEL, decoder, eager, losses, made_step, plain_adamw, prepare_chats, run_config, train_in, train_step
+from tiny import (
+    EAGER,
+    MODEL,
+    decoder,
+    eager,
+    losses,
+    made_step,
+    plain_adamw,
+    prepare_chats,
+    run_config,
+    train_in,
+    train_step,
+)
 from workers import WorkerPool
 
 STEPS, LR, BATCH = 10, 1e-2, 4
@@ -197,6 +212,19 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, tmp_path: Path, 
     assert last["chosen_reward"] - last["rejected_reward"] > 0
     assert ("reward_accuracy" in last) == (objective == "dpo")
     assert len(list((tmp_path / "whole").glob("reference-*.npz"))) == 1
+
+
+@pytest.mark.slow
+def test_a_step_is_done_again_beside_the_answers_of_the_start(tmp_path: Path) -> None:
+    folder = prepared(tmp_path, "dpo")
+    data = {"sources": {str(folder): 1.0}, "seq_len": 192}
+    launch, checkpoint = {"threads": 1, "device": "cpu"}, {"every_steps": 2, "keep_last": 9}
+    run = run_config(folder, train={"objective": "dpo"}, data=data, launch=launch, checkpoint=checkpoint)
+    (tmp_path / "run").mkdir()
+    run_folder.write(tmp_path / "run", run, EAGER, folder / TOKENIZER)
+    train_in(World(), run, EAGER, tmp_path / "run")
+    found = replay(tmp_path / "run", 3)
+    assert found.start == 2 and found.is_equal, found
 
 
 def test_a_reward_model_begins_with_a_base_and_goes_to_transformers(workers: WorkerPool, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from argosy.extend.loading import check_approved
 from argosy.launch import run_folder
 from argosy.observe.events import Metrics, each_line
 from argosy.plan.plan import Plan
+from argosy.training.rows import REFERENCES
 
 COMPARED = ("loss", "grad_norm", "first_sample")
 NO_OTHER_NODES = {"coordinator": "", "port": 0, "lease": "", "address": "", "node": "", "rank_map": ""}
@@ -96,7 +97,8 @@ def replay(run_dir: Path, step: int, *, trust_code: bool = False, say: Callable[
         copy = Path(folder)
         run_folder.write(copy, run, plan, run_dir / "tokenizer.json")
         if checkpoint is not None:
-            _link(checkpoint, copy)
+            _link(checkpoint.folder.iterdir(), store.step_folder(copy, checkpoint.step))
+            _link(run_dir.glob(REFERENCES), copy)
         before, steps = _recorded(run_dir, start, step, most=4 * run.resilience.spike_window)
         Metrics(copy).path.write_text("".join(before))  # the bad-step policy compares with them
         train_quietly(run, copy, "replay")
@@ -170,11 +172,10 @@ def _writable(folder: Path) -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def _link(checkpoint: Checkpoint, run_dir: Path) -> None:
-    """Put the checkpoint into another run's folder, without copying where the file system can do that."""
-    folder = store.step_folder(run_dir, checkpoint.step)
-    folder.mkdir(parents=True)
-    for path in checkpoint.folder.iterdir():
+def _link(files: Iterable[Path], folder: Path) -> None:
+    """Put files into another folder, without copying where the file system can do that."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in files:
         try:
             os.link(path, folder / path.name)
         except OSError:

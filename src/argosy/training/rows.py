@@ -31,6 +31,10 @@ Request = tuple[list[int], list[int]]
 """Tokens of a context, at least one, and of its continuation, whose log-probability is asked for."""
 
 
+REFERENCES = "reference-*.npz"
+"""Files of a run's folder with what is known of the rows before training; the star: the data's identity."""
+
+
 @dataclass(frozen=True)
 class WriteRequest:
     """A text that a task has the model write."""
@@ -146,7 +150,7 @@ class ReferenceScorer:
         self._model, self._data, self._world = model, data, world
         self._microbatch, self._is_judged = microbatch, is_judged
         self._heartbeat, self._progress = heartbeat, progress
-        self.path = run_dir / f"reference-{data.identity}.npz"
+        self.path = run_dir / REFERENCES.replace("*", data.identity)
 
     def references(self, steps_done: int) -> References:
         """Return what is known, or score all rows with the weights as they are.
