@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import sys
+import threading
 
 import pytest
 
@@ -25,7 +27,9 @@ def test_a_peer_that_is_gone_is_told_from_what_goes_wrong_here(error, is_told):
     assert is_of_a_connection(error) is is_told
 
 
-def test_a_world_that_is_broken_off_before_it_is_joined_is_over():
+def test_a_world_that_is_broken_off_before_it_is_joined_is_over(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr("os._exit", lambda code: (ended.set(), sys.exit(code)))  # ends the thread that listens, alone
     here, there = socket.socketpair()
     agent, stop = Channel(there), StopSignal()
     client = AgentClient(Channel(here), stop)
@@ -34,3 +38,5 @@ def test_a_world_that_is_broken_off_before_it_is_joined_is_over():
     wait_until(lambda: client.is_broken() and stop.world_is_over)
     client.left("something else")
     assert agent.receive() == {"kind": "ready", "generation": 3, "why": "node b is lost"}
+    there.shutdown(socket.SHUT_RDWR)
+    assert ended.wait(60), "an orphan goes on"
