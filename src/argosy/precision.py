@@ -164,10 +164,10 @@ def quantize(x: Tensor, code: Code, random: Tensor | None = None) -> Quantized:
     return Quantized((codes * x.sign() if code.dtype.is_signed else codes).to(code.dtype), scales, code)
 
 
-def dequantize(quantized: Quantized, is_fused: bool = False) -> Tensor:
-    """Return the numbers that the codes stand for, fp32. `is_fused`: as in `Rounding`."""
+def dequantize(quantized: Quantized, is_compiled: bool = False) -> Tensor:
+    """Return the numbers that the codes stand for, fp32. `is_compiled`: as in `Rounding`."""
     codes, scales, code = quantized.codes, quantized.scales, quantized.code
-    if is_fused and _has_whole_blocks(codes):
+    if is_compiled and _has_whole_blocks(codes):
         return compiled(_numbers_of_blocks)(_flat(codes), _flat(scales), code).view(codes.shape)
     return _numbers(codes, scales, code)
 
@@ -184,26 +184,23 @@ class Rounding:
     """Rounds the numbers of a rank's part of a tensor at random, each by its place in the whole."""
 
     at: Places
-    is_fused: bool
+    is_compiled: bool
     """True to round in one compiled kernel where each row is of whole blocks, as those of large matrices are: on a CPU
     the numbers are the same."""
 
     def quantize(self, x: Tensor, code: Code, *key: object) -> Quantized:
         """Quantize `x` (fp32, finite, not a scalar) without bias; `key`: see `noise`."""
-        if not self._is_fused(x):
+        if not (self.is_compiled and _has_whole_blocks(x)):
             return quantize(x, code, noise(self.at, 20, *key))
         codes, scales = compiled(_quantize_blocks)(_flat(x), self._starts(), code, *_halves(key))
         return Quantized(codes.view(x.shape), scales.view(math.prod(x.shape[:-1]), -1, 1), code)
 
     def to_bf16(self, x: Tensor, *key: object) -> Tensor:
         """Round `x` (fp32, finite) to bf16 without bias; `key`: see `noise`."""
-        if not self._is_fused(x):
+        if not (self.is_compiled and _has_whole_blocks(x)):
             return round_to_bf16(x, noise(self.at, 16, *key))
         rounded = compiled(_round_blocks)(_flat(x), self._starts(), *_halves(key))
         return rounded.view(x.shape)
-
-    def _is_fused(self, x: Tensor) -> bool:
-        return self.is_fused and _has_whole_blocks(x)
 
     def _starts(self) -> Tensor:
         """Return the place of each block's first element: a part is a box, so the others follow."""
