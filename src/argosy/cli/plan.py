@@ -427,12 +427,12 @@ def _check(options: Options) -> None:
 
 def _check_apart(given: list[str], options: Options) -> None:
     is_folder = options.run is not None and (Path(options.run) / "run.toml").is_file()
-    alone = {name: rule for name, rule in ALONE.items() if name != "run" or is_folder}
-    wrong = [(name, does, other) for name, (does, others) in APART.items() for other in others if other in given]
-    for name, (does, beside) in alone.items():
-        wrong += [(name, does, other) for other in given if other not in (name, *beside)]
-    for name, does, other in wrong:
-        if name in given:
+    rules = dict(APART)
+    for name, (does, beside) in ALONE.items():
+        if name != "run" or is_folder:
+            rules[name] = does, tuple(other for other in given if other not in (name, *beside))
+    for name, (does, others) in rules.items():
+        if name in given and (other := next((each for each in others if each in given), None)):
             raise UserError(f"{_option(name, options)} {does}. Leave out {_option(other, options)}.")
 
 
