@@ -171,6 +171,10 @@ class Swarm:
         """Have `agent` send a heartbeat at that time."""
         heapq.heappush(self._due, (when_s, id(agent), agent))
 
+    def are_in(self, generation: int) -> bool:
+        """Whether all the nodes that a world needs have their ranks in that one; the spare is told of it too."""
+        return sum(agent.generation == generation and bool(agent.ranks) for agent in self.agents) == self.nodes
+
     def train(self) -> None:
         """Begin to make steps."""
         self._began_s = time.monotonic()
@@ -272,8 +276,7 @@ def measure(
 def _measured(swarm: Swarm, steady_s: float, hangs_up: bool) -> dict[str, float]:
     began_s = time.monotonic()
     swarm.connect()
-    are_in = lambda generation: sum(a.generation == generation for a in swarm.agents) == swarm.nodes  # noqa: E731
-    formed_s = swarm.until(lambda: are_in(1), f"world of {swarm.nodes} nodes") - swarm.last_hello_s
+    formed_s = swarm.until(lambda: swarm.are_in(1), f"world of {swarm.nodes} nodes") - swarm.last_hello_s
     forming_cpu_s = swarm.cpu_s()
     swarm.train()
     swarm.pass_s(steady_s / 4)
@@ -290,9 +293,7 @@ def _measured(swarm: Swarm, steady_s: float, hangs_up: bool) -> dict[str, float]
         lost.connection.close()
     others = [agent for agent in swarm.agents if agent is not lost]
     seen_s = swarm.until(lambda: any(agent.broken == 1 for agent in others), "agent told of the loss")
-    reformed_s = swarm.until(
-        lambda: sum(agent.generation == 2 for agent in others) == swarm.nodes, f"second world of {swarm.nodes} nodes"
-    )
+    reformed_s = swarm.until(lambda: swarm.are_in(2), f"second world of {swarm.nodes} nodes")
     swarm.pass_s(2.0)
 
     for agent in others:
