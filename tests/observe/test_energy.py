@@ -190,6 +190,19 @@ def test_a_counter_that_begins_again_is_followed(tmp_path):
     assert rapl is not None and rapl.joules() == pytest.approx(3)
 
 
+def test_a_time_in_which_one_counter_could_not_be_read_counts_in_none(tmp_path):
+    """It is estimated instead, and would count twice."""
+    powercap(tmp_path)
+    rapl = Rapl.open(tmp_path)
+    powercap(tmp_path, package_0=5 * 10**6)
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    assert rapl is not None and rapl.joules() is None
+    powercap(tmp_path, package_0=6 * 10**6, package_1=9 * 10**6)
+    assert rapl.joules() is None
+    powercap(tmp_path, package_0=8 * 10**6, package_1=9 * 10**6)
+    assert rapl.joules() == pytest.approx(2)
+
+
 def test_counters_that_must_not_be_read_are_none(tmp_path):
     assert Rapl.open(tmp_path / "none") is None
     powercap(tmp_path)

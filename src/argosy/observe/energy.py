@@ -38,7 +38,8 @@ class _Domain:
     counter: Path
     range_uj: int
     """After so many microjoules the counter begins at 0 again."""
-    before_uj: int
+    before_uj: int | None
+    """None: it could not be read."""
 
 
 class Rapl:
@@ -62,20 +63,24 @@ class Rapl:
         return cls(domains) if domains else None
 
     def joules(self) -> float | None:
-        """Return the energy since the last call; None if a counter can be read no longer.
+        """Return the energy since the last call; None if a counter cannot be read.
 
+        Nor is it known of one that could not be read at the last call: that time was estimated, and would count twice.
         A counter that is smaller than before has begun again: once, if it is asked in time. At 300 W those of most
         packages do so every quarter of an hour.
         """
-        total_uj = 0
+        total_uj, all_tell = 0, True
         for domain in self._domains:
             try:
                 now_uj = _number(domain.counter)
             except (OSError, ValueError):
-                return None
-            total_uj += now_uj - domain.before_uj + (domain.range_uj if now_uj < domain.before_uj else 0)
-            domain.before_uj = now_uj
-        return total_uj / 1e6
+                now_uj = None
+            before_uj, domain.before_uj = domain.before_uj, now_uj
+            if now_uj is None or before_uj is None:
+                all_tell = False
+            else:
+                total_uj += now_uj - before_uj + (domain.range_uj if now_uj < before_uj else 0)
+        return total_uj / 1e6 if all_tell else None
 
 
 def _number(path: Path) -> int:
