@@ -73,7 +73,10 @@ APART: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "tokens": ("says how much to train on, as --finetune does", ("finetune",)),
     "within": ("asks how many devices train a run in time", ("html", "serve", "learn", "objective")),
     "seq_len": ("is for training; serving has --prompt-len and --output-len", ("serve",)),
-    "html": ("is for training plans", ("serve",)),
+    "serve": (
+        "plans serving, not training",
+        ("tokens", "finetune", "global_batch", "lora", "lora_base", "objective", "html"),
+    ),
     "rank_map": ABOUT_RANKS,
     "slurm_topology": ABOUT_RANKS,
 }
