@@ -133,3 +133,8 @@ def test_the_full_logits_never_exist(train, monkeypatch):
         if train:
             value.backward()
     assert 0 < largest.elements <= 2048 * 4  # no more than the input; all logits would be 2048 * 256
+
+
+def test_a_frozen_head_takes_fewer_tokens_at_once():
+    weight = torch.empty(128_256, 2048, device="meta")
+    assert loss.rows_at_once(weight, 0) < loss.rows_at_once(weight.requires_grad_(), 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from argosy.accelerator import kind_of
 from argosy.data.packing import IGNORED
 from argosy.matmul import ROWS_MULTIPLE, dense
-from argosy.plan.layer_spec import CHUNK_LOGITS, LEAST_CHUNK_ROWS
+from argosy.plan.layer_spec import CHUNK_LOGITS, FROZEN_CHUNK_ROWS, LEAST_CHUNK_ROWS
 
 # N tokens (batch and sequence flattened), C tokens of a chunk, D model width, V vocabulary
 
@@ -61,8 +61,9 @@ def summed_cross_entropy(
 
 def rows_at_once(weight_VD: Tensor, longest_part: int) -> int:
     """Return the tokens of a chunk, the same on all ranks that have a part of the vocabulary."""
-    rows = CHUNK_LOGITS // (longest_part or weight_VD.shape[0])
-    rows = max(rows, LEAST_CHUNK_ROWS[kind_of(weight_VD.device)])
+    least = LEAST_CHUNK_ROWS[kind_of(weight_VD.device)]
+    least = least if weight_VD.requires_grad else min(least, FROZEN_CHUNK_ROWS)
+    rows = max(CHUNK_LOGITS // (longest_part or weight_VD.shape[0]), least)
     return rows // ROWS_MULTIPLE * ROWS_MULTIPLE or max(1, rows)
 
 

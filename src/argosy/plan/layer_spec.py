@@ -26,6 +26,8 @@ LEAST_CHUNK_ROWS = {"cpu": 256, "accelerator": 4096}
 """Tokens that it computes at once at least, by kind of device, whatever the vocabulary. Each chunk reads the head's
 weight twice and adds to its gradient: 16 bytes a weight, for 6 FLOPs a weight and token. Where a device does 200 FLOPs
 in the time of a byte, so much traffic takes as long as 500 tokens."""
+FROZEN_CHUNK_ROWS = 512
+"""Tokens at most, in their place, where the head is frozen: 4 bytes a weight, for 4 FLOPs a weight and token."""
 
 
 @dataclass(frozen=True)

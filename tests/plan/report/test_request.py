@@ -58,6 +58,10 @@ def test_fine_tuning_is_two_epochs_of_the_data_in_small_batches() -> None:
     assert of_run(PARITY, TWO_CPUS, Question(finetune=1e6)).tokens == 2e6
 
 
+def test_an_adapter_beside_8b_weights_fits_a_card_of_24_gb() -> None:
+    assert best_plans("llama3-8b", "1xrtx-4090", finetune=50e6, lora=16).choices
+
+
 def test_a_model_that_is_no_preset_keeps_its_sizes_and_gets_a_name() -> None:
     model = load(None, {"model.preset": "llama3.2-1b", "model.layers": 3}).model.model_copy(update={"preset": None})
     run = of_model(model, "8xh100", Question(), name="my model (v2)").run

@@ -21,7 +21,7 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.layer_memory import LayerMemory
 from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import System
-from argosy.plan.layer_spec import CHUNK_LOGITS
+from argosy.plan.layer_spec import CHUNK_LOGITS, FROZEN_CHUNK_ROWS
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, V_SHAPED, last_stage_layers
 from argosy.plan.workload import Numbers, Workload
@@ -285,7 +285,9 @@ class MemoryModel(LayerMemory):
         plans, work, system, element = self.plans, self.work, self.system, self.activation_bytes
         hidden, matrix = self.tokens * work.width, work.width * work.head_outputs / plans.tp
         whole = self.tokens * work.head_outputs / plans.tp
-        chunk = np.minimum(whole, np.maximum(CHUNK_LOGITS, system.chunk_rows * work.head_outputs / plans.tp))
+        most_rows = np.where(work.trained_head, np.inf, FROZEN_CHUNK_ROWS)
+        rows = np.minimum(system.chunk_rows, most_rows)
+        chunk = np.minimum(whole, np.maximum(CHUNK_LOGITS, rows * work.head_outputs / plans.tp))
         gradients = 4 * work.trained_head * matrix + element * hidden
         arithmetic = chunk * np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
         product = (work.trained_head * matrix + 2 * chunk) * element
