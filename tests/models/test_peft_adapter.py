@@ -160,6 +160,13 @@ def test_tensors_of_another_model_are_refused(there: Path, name: str, tensor: Te
     assert f"{there / ADAPTER_TENSORS}: " in str(refused.value) and said in str(refused.value)
 
 
+def test_another_factor_for_some_modules_is_refused(there: Path) -> None:
+    said = json.loads((there / ADAPTER_CONFIG).read_text())
+    (there / ADAPTER_CONFIG).write_text(json.dumps(said | {"alpha_pattern": {"q_proj": 2 * ALPHA}}))
+    with pytest.raises(UserError, match=r"q_proj has alpha 12 at rank 2, and others 6 at 2: .*one factor"):
+        import_adapter(there, model_config(), weights_of(model_config()))
+
+
 @pytest.mark.parametrize("shape", [(1,), (31,), (32, 1)])
 def test_lengths_of_another_model_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     model, name = model_config(), "blocks.0.attention.q.weight"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,11 @@ INNER_SUFFIX, OUTER_SUFFIX, MAGNITUDE_SUFFIX = "lora_A.weight", "lora_B.weight",
 UNKNOWN_IF_SET = (
     "modules_to_save", "layers_to_transform", "fan_in_fan_out", "lora_bias", "target_parameters", "use_qalora",
     "trainable_token_indices", "exclude_modules", "megatron_config", "layer_replication", "alora_invocation_tokens",
+    "kasa_config",
 )  # fmt: skip
 """Settings of PEFT with which an adapter is something else than ours."""
+INITS_OF_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of PEFT's init_lora_weights with which the weights beside the adapter begin as others too."""
 
 # r rank, M inputs, N outputs
 
@@ -225,6 +229,7 @@ def import_adapter(
         parts = {part: stored.pop(name) for part, name in names.items() if name in stored}
         if parts:
             _take(adapter, module, parts, lora, weights, folder / ADAPTER_TENSORS)
+            _check_scale(module.name, len(parts[INNER_SUFFIX]), lora, said, folder / ADAPTER_CONFIG)
     if stored or not adapter:
         what = f"{min(stored)} has" if stored else "the tensors have"
         raise UserError(
@@ -246,6 +251,20 @@ def _settings(said: Mapping[str, Any], file: Path) -> LoraConfig:
             f"{file}: peft_type = {said.get('peft_type')!r}, bias = {said.get('bias')!r}: only LORA without "
             "biases is known. Merge it with PEFT first."
         )
+    init: Any = said.get("init_lora_weights")
+    if str(init).lower().startswith(INITS_OF_WEIGHTS):
+        raise UserError(
+            f"{file}: init_lora_weights = {init!r}: the adapter belongs to weights that this has changed. Merge it "
+            "with PEFT first."
+        )
+    pattern: Any = said.get("alpha_pattern") or {}
+    if not isinstance(pattern, dict) or not all(
+        re.fullmatch(r"[\w.]+", name) and isinstance(alpha, int | float) for name, alpha in pattern.items()
+    ):
+        raise UserError(
+            f"{file}: alpha_pattern = {pattern!r}: only names of modules with a number each are known. Merge it with "
+            "PEFT first."
+        )
     rank: Any = said.get("r")
     alpha: Any = said.get("lora_alpha")
     are_numbers = isinstance(rank, int) and isinstance(alpha, int | float) and not isinstance(rank, bool)
@@ -258,6 +277,17 @@ def _settings(said: Mapping[str, Any], file: Path) -> LoraConfig:
         raise UserError(f"{file}: lora_dropout = {dropout!r}: it must be a number from 0 to below 1.")
     kind = "dora" if said.get("use_dora") else "rslora" if said.get("use_rslora") else "lora"
     return LoraConfig(rank=rank, alpha=float(alpha), kind=kind, dropout=float(dropout))
+
+
+def _check_scale(name: str, rank: int, lora: LoraConfig, said: Mapping[str, Any], file: Path) -> None:
+    """Raise UserError if the factor on one module's adapter, of such a rank, is not that of `lora`."""
+    pattern = (said.get("alpha_pattern") or {}).items()
+    alpha = next((alpha for ending, alpha in pattern if f".{name}".endswith(f".{ending}")), lora.alpha)
+    if not math.isclose(lora.model_copy(update={"rank": rank, "alpha": alpha}).scale, lora.scale, rel_tol=1e-6):
+        raise UserError(
+            f"{file}: {name} has alpha {alpha:g} at rank {rank}, and others {lora.alpha:g} at {lora.rank}: adapters "
+            "here have one factor. Merge it with PEFT first."
+        )
 
 
 def _take(
