@@ -56,6 +56,12 @@ def test_an_accelerator_of_another_maker_is_found_and_described(gaudi: dict[str,
     assert find_devices(LaunchConfig(device="cpu")).kind == "cpu"
 
 
+def test_amd_s_devices_have_cuda_s_name_and_are_warned_of_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)
+    with pytest.warns(ArgosyWarning, match="ROCm devices: .* nobody has run it on them yet"):
+        accelerator.told_of(torch.device("cuda"))
+
+
 def test_random_numbers_and_memory_are_the_backend_s(gaudi: dict[str, Any]) -> None:
     device = accelerator.numbered(3)
     assert device == torch.device("hpu", 3) and accelerator.kind_of(device) == "accelerator"
