@@ -75,10 +75,11 @@ def use(device: torch.device) -> None:
 
 def told_of(device: torch.device) -> None:
     """Warn of a backend that Argosy has never run on."""
-    if is_accelerator(device) and (device.type != NVIDIA or torch.version.hip):
+    kind = "ROCm" if device.type == NVIDIA and torch.version.hip else device.type
+    if is_accelerator(device) and kind != NVIDIA:
         warnings.warn(
-            f"{device.type if device.type != NVIDIA else 'ROCm'} devices: Argosy goes through torch.accelerator here, and nobody has run it on them yet. "
-            "Compare a short run with one on a CPU (argosy parity) before you trust it.",
+            f"{kind} devices: Argosy goes through torch.accelerator here, and nobody has run it on them yet. Compare a "
+            "short run with one on a CPU (argosy parity) before you trust it.",
             ArgosyWarning,
             stacklevel=2,
         )

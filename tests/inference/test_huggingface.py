@@ -93,13 +93,13 @@ def test_what_was_imported_is_a_whole_checkpoint_of_weights_only(exported, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"back"}
 
 
-def test_an_adapter_may_be_beside_weights_at_a_url(trained, exported, tmp_path):
+def test_an_adapter_and_the_weights_beside_it_may_be_at_urls(trained, exported, tmp_path):
     config, weights = import_folder(exported)
     outputs, inputs = weights.shape("blocks.0.attention.q.weight")
     adapter = {f"blocks.0.attention.q.lora.{part}": torch.zeros(size) for part, size in
                {"a": (2, inputs), "b": (outputs, 2)}.items()}  # fmt: skip
     export_adapter(config, LoraConfig(rank=2), adapter, weights, tmp_path / "peft")
-    import_adapter(tmp_path / "peft", Path(f"file://{exported}"), tmp_path / "run")
+    import_adapter(f"file://{tmp_path / 'peft'}", Path(f"file://{exported}"), tmp_path / "run")
     assert torch.equal(logits(tmp_path / "run"), logits(trained))
 
 

@@ -371,7 +371,7 @@ def _import(argv: list[str]) -> int:
         if options.base is not None:
             from argosy.inference.huggingface import import_adapter
 
-            import_adapter(Path(options.folder), options.base, options.out)
+            import_adapter(options.folder, options.base, options.out)
         else:
             from argosy.inference.huggingface import import_checkpoint
 

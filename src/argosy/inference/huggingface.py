@@ -346,9 +346,9 @@ def export_adapter(
         peft_adapter.export_adapter(run.model, run.lora, adapter, weights, out, base, cards)
 
 
-def import_adapter(folder: Path, base: Path, out: Path) -> None:
-    """Turn PEFT's `folder`, an adapter of the weights in `base`, a run, a checkpoint or a Hugging Face folder or its
-    URL, into the run folder `out`.
+def import_adapter(folder: str | Path, base: Path, out: Path) -> None:
+    """Turn PEFT's `folder`, here or at a URL, an adapter of the weights in `base`, a run, a checkpoint or a Hugging
+    Face folder or its URL, into the run folder `out`.
 
     Raises: UserError if it is not an adapter of these weights, or `out` exists; StorageError if it cannot be written.
     """

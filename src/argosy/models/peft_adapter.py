@@ -18,20 +18,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.config.train import ALL_LINEAR, LoraConfig
-from argosy.data.stores.model_folder import new_folder
+from argosy.data.stores.model_folder import model_folder, new_folder
+from argosy.data.stores.store import is_url
 from argosy.errors import UserError
-from argosy.files import read_at_most
 from argosy.models.hf import table_of
 from argosy.models.hf_names import Conversion, conversions_of
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-MOST_ADAPTER_CONFIG_BYTES = 2**24
+MOST_ADAPTER_CONFIG_BYTES, MOST_ADAPTER_BYTES = 2**24, 2**36
 PEFT_PREFIX = "base_model.model."
 INNER_SUFFIX, OUTER_SUFFIX, MAGNITUDE_SUFFIX = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 UNKNOWN_IF_SET = (
@@ -171,7 +171,7 @@ def _length(weight: Tensor, expert: int | None) -> Tensor:
     return (weight if expert is None else weight[expert]).float().norm(dim=-1)
 
 
-def _added_lengths(module: PeftModule, lengths: Tensor, table: Sequence[Tensor], file: Path) -> list[Tensor]:
+def _added_lengths(module: PeftModule, lengths: Tensor, table: Sequence[Tensor], file: str) -> list[Tensor]:
     """Return by how much DoRA's lengths of their module are above those of our weights, which are in `table`."""
     outputs = sum(len(weight) for weight in table)
     if lengths.shape != (outputs,):
@@ -201,46 +201,44 @@ def _short(names: Sequence[str], others: Sequence[str]) -> set[str]:
 
 
 def import_adapter(
-    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]
+    folder: str | Path, config: ModelConfig, weights: Mapping[str, Tensor]
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Read PEFT's folder: its settings, and its tensors (fp32) by our names.
+    """Read PEFT's folder, here or at a URL: its settings, and its tensors (fp32) by our names.
 
     `weights`: those of the model of `config`, which only DoRA reads, one at a time.
 
     Raises: UserError, naming file, key and value, for an adapter that ours could not be, or of another model.
     """
-    if not all((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_TENSORS)):
+    place = model_folder(folder)
+    config_file, tensor_file = place.where(ADAPTER_CONFIG), place.where(ADAPTER_TENSORS)
+    if any(place.size(name) is None for name in (ADAPTER_CONFIG, ADAPTER_TENSORS)):
         raise UserError(
-            f"{folder}: no adapter in PEFT's format there. Give a folder with {ADAPTER_CONFIG} and {ADAPTER_TENSORS}."
+            f"{place.name}: no adapter in PEFT's format there. Give a folder with {ADAPTER_CONFIG} and "
+            f"{ADAPTER_TENSORS}."
         )
-    said = table_of(read_at_most(folder / ADAPTER_CONFIG, MOST_ADAPTER_CONFIG_BYTES), str(folder / ADAPTER_CONFIG))
-    lora = _settings(said, folder / ADAPTER_CONFIG)
+    said = table_of(place.content(ADAPTER_CONFIG, MOST_ADAPTER_CONFIG_BYTES), config_file)
+    lora = _settings(said, config_file)
     try:
-        stored = {
-            name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_TENSORS).items()
-        }
+        stored = load(place.content(ADAPTER_TENSORS, MOST_ADAPTER_BYTES)) if is_url(folder) else load_file(tensor_file)
     except SafetensorError as error:
-        raise UserError(
-            f"{folder / ADAPTER_TENSORS} is not safetensors: {error}. Download or export it again."
-        ) from None
+        raise UserError(f"{tensor_file} is not safetensors: {error}. Download or export it again.") from None
+    stored = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.items()}
     adapter: dict[str, list[Tensor]] = {}
     for module in peft_modules(config):
         names = {part: f"{module.name}.{part}" for part in (INNER_SUFFIX, OUTER_SUFFIX, MAGNITUDE_SUFFIX)}
         parts = {part: stored.pop(name) for part, name in names.items() if name in stored}
         if parts:
-            _take(adapter, module, parts, lora, weights, folder / ADAPTER_TENSORS)
-            _check_scale(module.name, len(parts[INNER_SUFFIX]), lora, said, folder / ADAPTER_CONFIG)
+            _take(adapter, module, parts, lora, weights, tensor_file)
+            _check_scale(module.name, len(parts[INNER_SUFFIX]), lora, said, config_file)
     if stored or not adapter:
         what = f"{min(stored)} has" if stored else "the tensors have"
-        raise UserError(
-            f"{folder / ADAPTER_TENSORS}: {what} no place in this model ({config.family}). Name its own weights."
-        )
+        raise UserError(f"{tensor_file}: {what} no place in this model ({config.family}). Name its own weights.")
     tensors = {name: torch.stack(some) if _is_stack(name) else some[0] for name, some in adapter.items()}
     targets = _targets(config, tensors)
     return lora.model_copy(update={"targets": targets}), tensors
 
 
-def _settings(said: Mapping[str, Any], file: Path) -> LoraConfig:
+def _settings(said: Mapping[str, Any], file: str) -> LoraConfig:
     for key in UNKNOWN_IF_SET:
         if said.get(key):
             raise UserError(
@@ -279,7 +277,7 @@ def _settings(said: Mapping[str, Any], file: Path) -> LoraConfig:
     return LoraConfig(rank=rank, alpha=float(alpha), kind=kind, dropout=float(dropout))
 
 
-def _check_scale(name: str, rank: int, lora: LoraConfig, said: Mapping[str, Any], file: Path) -> None:
+def _check_scale(name: str, rank: int, lora: LoraConfig, said: Mapping[str, Any], file: str) -> None:
     """Raise UserError if the factor on one module's adapter, of such a rank, is not that of `lora`."""
     pattern = (said.get("alpha_pattern") or {}).items()
     alpha = next((alpha for ending, alpha in pattern if f".{name}".endswith(f".{ending}")), lora.alpha)
@@ -296,7 +294,7 @@ def _take(
     parts: Mapping[str, Tensor],
     lora: LoraConfig,
     weights: Mapping[str, Tensor],
-    file: Path,
+    file: str,
 ) -> None:
     """Add one of their modules to `adapter`, by our names; of a stack of experts, each adds a tensor."""
     table = [weights[name] if module.expert is None else weights[name][module.expert] for name in module.ours]
