@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from argosy.config.observe import ALERT_KINDS, AlertKind, AlertsConfig
-from argosy.watch.alerts import CALM_S, CHECKS, Alert, Alerts, standing
+from argosy.resilience import detect
+from argosy.watch.alerts import CALM_S, CHECKS, FINDINGS, Alert, Alerts, standing
 from argosy.watch.facts import DiskSeen, RunFacts
 from watched import BEGAN_S, STEPS, columns, continued, event, healthy, small_run
 
@@ -204,6 +206,12 @@ def test_two_nodes_are_two_alerts():
     findings = [finding("straggler"), {**finding("disk_slow"), "ranks": [], "process": "launcher-node2"}]
     found = Alerts(AlertsConfig(on=("node_in_doubt",))).look(healthy(events=findings))
     assert {alert.subject for alert in found} == {"straggler rank 1", "disk_slow node2"}
+
+
+def test_each_kind_of_finding_is_an_alert_but_one_that_only_moves_layers():
+    rows = re.findall(r"^\| `.*\| (.*) \|$", str(detect.__doc__), re.MULTILINE)
+    kinds = {kind for row in rows for kind in row.split(", ")}
+    assert kinds - FINDINGS.keys() == {"uneven_stages", "disk_full"}  # the disk has an alert of its own
 
 
 def test_a_stall_is_judged_by_the_runs_own_steps():

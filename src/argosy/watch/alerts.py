@@ -47,6 +47,7 @@ FINDINGS = {
     "frozen": "The ranks are replaced; if it comes back, look at the machine.",
     "stopped": "The ranks are replaced; somebody has stopped them (SIGSTOP).",
     "stuck_loader": "Look at the storage of the data.",
+    "mismatch": "The ranks are replaced; if it comes back, code of yours communicates on some ranks only.",
     "corruption": "Replicas differ: have the machine checked.",
     "gradient_corrupt": "A gradient was wrong: have the machine checked.",
     "collective_corrupt": "A sum was wrong: have network and machine checked.",
