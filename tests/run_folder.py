@@ -34,9 +34,9 @@ class RunFolder:
                 }
             )  # fmt: skip
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, loss: float, **more: float) -> None:
         """Append the line of an evaluation."""
-        self._metrics.write({"step": step, "validation_loss": loss, "bits_per_byte": loss / 2})
+        self._metrics.write({"step": step, "validation_loss": loss, "bits_per_byte": loss / 2, **more})
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append an event of rank 0."""

@@ -25,13 +25,14 @@ def test_all_that_a_run_writes_is_there(tmp_path):
     run = RunFolder(tmp_path)
     told = SinkSession(tmp_path, "tensorboard")
     run.step(0, 1)
-    run.evaluation(1, 3.5)
+    run.evaluation(1, 3.5, validation_accuracy=0.75)
     run.event("recovered", step=1)
     run.sample(1, " upon a time")
     told.catch_up()
     found = read(tmp_path / "tensorboard")
     assert scalars(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 1.0)]
     assert scalars(tmp_path / "tensorboard", "validation/loss") == [(1, 3.5)]
+    assert scalars(tmp_path / "tensorboard", "validation/accuracy") == [(1, 0.75)]
     assert scalars(tmp_path / "tensorboard", "seconds/forward") == [(0, pytest.approx(0.2)), (1, pytest.approx(0.2))]
     assert found.Scalars("train/loss")[1].wall_time == 1.8e9 + 1
     texts = {tag: found.Tensors(tag) for tag in ("run", "plan", "events", "samples")}

@@ -112,6 +112,12 @@ def test_values_that_go_together_in_some_trials_only_are_no_mistake_of_a_random_
     assert sweep_of(tmp_path, text).trials == 20
 
 
+@pytest.mark.parametrize("metric", ["bits_per_byte", "validation_accuracy", "reward_accuracy", "tasks.arc.acc"])
+def test_what_is_learned_may_decide_early(tmp_path: Path, metric: str) -> None:
+    text = f"metric = '{metric}'\nmethod = 'halving'\n[parameters]\nseed = [0, 1, 2]\n"
+    assert sweep_of(tmp_path, text).config.metric == metric
+
+
 def test_the_example_is_a_sweep() -> None:
     example = Path(__file__).parents[2] / "examples" / "sweeps" / "learning-rate.toml"
     assert load_sweep(example).config.method == "halving"

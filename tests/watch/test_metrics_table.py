@@ -71,6 +71,11 @@ def test_all_numbers_are_those_of_the_file(reading: str, path: Path) -> None:
     assert table.bad_lines == 0
 
 
+def test_the_accuracy_of_a_reward_model_is_of_its_evaluation(reading: str, path: Path) -> None:
+    append(path, {"step": 299, "validation_loss": 0.5, "validation_accuracy": 0.75})
+    assert read(path).evaluations["validation_accuracy"][-1] == 0.75
+
+
 def test_what_is_added_is_read_line_by_line(reading: str, path: Path, made: Made) -> None:
     table = read(path)
     assert not table.refresh()

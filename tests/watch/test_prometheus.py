@@ -19,7 +19,7 @@ FULL = LatestFacts(
           "tokens_per_s": 3.0, "memory_bytes": 5, "time_s": 1.8e9, "seconds": {"forward": 0.1},
           "memory": {"weights": 4}, "communication": {"tp": {"node": [0.5, 7]}}, "user": {"x": 1.0},
           "sync": {"ratio": 0.25, "staleness": 50, "distance": 0.1}},
-    evaluation={"step": 9, "validation_loss": 2.0, "bits_per_byte": 1.0},
+    evaluation={"step": 9, "validation_loss": 2.0, "bits_per_byte": 1.0, "validation_accuracy": 0.5},
     nodes={"n": {"ranks": [0], "step_s": [0.5], "memory_bytes": [5],
                  "devices": [{"name": "GPU", "utilisation": 0.5, "memory_bytes": 3, "temperature_c": 60,
                               "power_w": 300.0, "clock_mhz": 1500}],

@@ -321,8 +321,10 @@ def test_a_long_run_is_read_by_groups_and_its_numbers_are_all_there(
 ) -> None:
     monkeypatch.setattr(metrics_table, "TABLE_READ_WHOLE_BYTES", 0)
     monkeypatch.setattr(line_follower, "LINE_READ_BYTES", 50_000)
-    Made(steps=300).write(tmp_path / "long")
+    long = Made(steps=300).write(tmp_path / "long")
+    append(long / "metrics.jsonl", {"step": 299, "validation_loss": 0.5, "validation_accuracy": 0.75})
     with served(tmp_path) as server:
+        assert server.get("/api/runs/long/evaluations").json()["accuracy"][-1] == 0.75
         found = server.get("/api/runs/long/series?keys=loss,seconds.forward").json()
         assert None not in found["keys"]["seconds.forward"]["mean"]
         assert "communication.world.network.0" in server.get("/api/runs/long").json()["keys"]

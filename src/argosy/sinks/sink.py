@@ -56,7 +56,7 @@ class Sink:
         self.numbers([(record, step_values(record)) for record in records])
 
     def evaluations(self, records: Sequence[Record]) -> None:
-        """Take lines of evaluations: "step", "validation_loss", "bits_per_byte"."""
+        """Take lines of evaluations: "step", "validation_loss", "bits_per_byte", or "validation_accuracy" of pairs."""
         self.numbers([(record, evaluation_values(record)) for record in records])
 
     def numbers(self, lines: Sequence[tuple[Record, dict[str, float]]]) -> None:
@@ -83,7 +83,11 @@ class Sink:
 
 NO_NUMBERS = ("step", "time_s", "first_sample", "samples", "samples_skipped")
 """Keys of a line that say which step it is, not how it went."""
-EVALUATION = {"validation_loss": "validation/loss", "bits_per_byte": "validation/bits_per_byte"}
+EVALUATION = {
+    "validation_loss": "validation/loss",
+    "bits_per_byte": "validation/bits_per_byte",
+    "validation_accuracy": "validation/accuracy",
+}
 
 NOTEWORTHY = {
     "worker_died", "break", "recovered", "resume", "rewind", "bad_step", "replan", "migrated", "node_slow",

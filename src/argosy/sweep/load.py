@@ -133,8 +133,8 @@ NOT_VARIED = {
     "extend": "set it in the run",
 }
 """Keys of a run that cannot vary, and why."""
-SWEEP_METRICS = ("validation_loss", "bits_per_byte", "loss", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
-           "memory_bytes")  # fmt: skip
+LEARNED_METRICS = ("validation_loss", "bits_per_byte", "validation_accuracy", "loss", "reward_accuracy")
+SWEEP_METRICS = (*LEARNED_METRICS, "grad_norm", "step_time_s", "tokens_per_s", "mfu", "memory_bytes")
 METRIC_TABLES = ("user", "tasks", "seconds", "communication", "memory", "experts")
 """Tables in a line of metrics.jsonl."""
 MOST_COMBINATIONS = 2_000
@@ -325,7 +325,7 @@ def _check_metric(sweep: Sweep, source: Source) -> None:
     if not known:
         place = source.place(("metric",)).text
         raise UserError(f"{place}metric = {shown(metric)}: unknown; {near_names(metric, [*SWEEP_METRICS, *own])}")
-    if metric in SWEEP_METRICS[2:] and metric != "loss" and sweep.config.method in ("halving", "hyperband"):
+    if metric in SWEEP_METRICS and metric not in LEARNED_METRICS and sweep.config.method in ("halving", "hyperband"):
         place = source.place(("metric",)).text
         raise UserError(
             f"{place}metric = {shown(metric)} is not learned, so {sweep.config.method} has nothing to judge early. "

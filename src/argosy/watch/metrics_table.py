@@ -29,6 +29,8 @@ LOSS_KEY = "loss"
 VALIDATION_LOSS = "validation_loss"
 """A line with this key, and without the other, is that of an evaluation."""
 BITS_PER_BYTE = "bits_per_byte"
+VALIDATION_ACCURACY = "validation_accuracy"
+"""Of a reward model."""
 FIRST_KEYS = (STEP_COLUMN, LOSS_KEY, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
 """Keys of a long file that are read of each line before anything is shown."""
 NORMS_GROUP = "norms"
@@ -39,7 +41,7 @@ SAMPLED_LINES = 4
 """First lines of each chunk of a long file that are read, beside its last one, to learn which keys there are."""
 SELDOM = ("user", "experts", "sites", "sync", NORMS_GROUP)
 """Groups that perhaps none of these lines has: the first line of a chunk that has one is read too."""
-OF_EVALUATIONS = (VALIDATION_LOSS, BITS_PER_BYTE, "tasks")
+OF_EVALUATIONS = (VALIDATION_LOSS, BITS_PER_BYTE, VALIDATION_ACCURACY, "tasks")
 ABSENT: Any = object()
 
 Rows = dict[str, Floats]

@@ -53,6 +53,11 @@ METRICS: dict[str, tuple[str, str, str]] = {
     "argosy_learning_rate": ("step", "lr", "Learning rate of the newest step."),
     "argosy_validation_loss": ("evaluation", "validation_loss", "Loss on held-out text, nats per token."),
     "argosy_validation_bpb": ("evaluation", "bits_per_byte", "Bits per byte of held-out text."),
+    "argosy_validation_accuracy_ratio": (
+        "evaluation",
+        "validation_accuracy",
+        "Share of held-out pairs that a reward model tells apart.",
+    ),
     "argosy_step_seconds": ("step", "step_time_s", "Duration of the newest step."),
     "argosy_step_part_seconds": ("table", "seconds", "Where the time of the newest step went, of the first rank."),
     "argosy_tokens_per_second": ("step", "tokens_per_s", "Tokens per second of the newest step."),

@@ -31,7 +31,7 @@ from argosy.watch import overview, rank_view, steps
 from argosy.watch.conclusions import conclusions_of
 from argosy.watch.library import Library, OpenRun, Unreadable, run_folder
 from argosy.watch.linefile import leads_away
-from argosy.watch.metrics_table import Preview
+from argosy.watch.metrics_table import VALIDATION_ACCURACY, Preview
 from argosy.watch.prometheus import CONTENT_TYPE, LatestFacts, exposition
 from argosy.watch.reader import RunReader, RunTail
 from argosy.watch.rules.stops import StopsSoFar
@@ -107,6 +107,7 @@ def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
         "step": table["step"],
         "loss": table["validation_loss"],
         "bits_per_byte": table["bits_per_byte"],
+        **({"accuracy": table[VALIDATION_ACCURACY]} if VALIDATION_ACCURACY in table else {}),
         **({"tasks": tasks} if tasks else {}),
     }
 

@@ -124,6 +124,7 @@ const BY_KEY = {
   mfu: (value, more = 0) => percent(value, 1 + more),
   step_time_s: duration,
   tokens: number,
+  validation_accuracy: percent,
 };
 
 export function forKey(key) {

@@ -29,6 +29,8 @@ const tasksOf = (evaluations) => [
       .map((key) => TASK + key),
   ),
 ];
+/** What reward models are judged by: the share of held-out pairs that they tell apart. */
+const ACCURACY = "validation_accuracy";
 const POSITIONS = new Set(["step", "time_s", "first_sample"]); // they say where, not what
 const RECOVERED = new Set(["recovered", "resume", "migrated", "replan"]);
 
@@ -86,7 +88,8 @@ function create(root, page) {
 
   async function draw(ids, answers, evaluations, signal) {
     const { more, smooth, log } = state.get();
-    const own = [...known.filter(isOwn), ...tasksOf(evaluations)];
+    const accuracy = evaluations.some((each) => each?.accuracy) ? [ACCURACY] : [];
+    const own = [...known.filter(isOwn), ...accuracy, ...tasksOf(evaluations)];
     await overview(ids, answers, signal);
     const none = !page.window() && !answers.some((answer) => answer.step.length);
     replace(
@@ -228,7 +231,10 @@ function curves(page, id, key, answer, evaluation, window_) {
       colour,
     });
   }
-  const scores = key.startsWith(TASK) && evaluation?.tasks?.[key.slice(TASK.length)];
+  const scores =
+    key === ACCURACY
+      ? evaluation?.accuracy && [evaluation.step, evaluation.accuracy]
+      : key.startsWith(TASK) && evaluation?.tasks?.[key.slice(TASK.length)];
   if (scores) {
     const { step, mean } = within(...scores, window_);
     result.push({ ...about, name: several ? name : title(key), step, mean, points: true, isSparse: true });
