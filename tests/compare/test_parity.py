@@ -17,6 +17,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
 from argosy.compare.parity import TOLERANCE, Difference, Differences, compare, parity
+from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed, UserError
 from argosy.inference.trained_model import open_checkpoint
 from argosy.parallel.world import World
@@ -115,15 +116,27 @@ def test_a_plan_that_the_run_cannot_use_is_refused_before_anything_starts(
         parity(run)
 
 
-def test_a_run_with_replay_checks_is_compared_without_them(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[int] = []
-    monkeypatch.setattr(
-        "argosy.compare.parity.train", lambda run, *_, **__: trained.append(run.resilience.replay_check_every_steps)
-    )
+def test_only_the_steps_of_a_run_are_compared_on_this_machine(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[RunConfig] = []
+    monkeypatch.setattr("argosy.compare.parity.train", lambda run, *_, **__: trained.append(run))
     monkeypatch.setattr("argosy.compare.parity.compare", lambda *_: Differences(SAME, SAME, SAME))
-    run = run_config(corpus, resilience={"replay_check_every_steps": 2})
+    run = run_config(
+        corpus,
+        train={"pause_at": 3},
+        resilience={"replay_check_every_steps": 2},
+        evaluate={"tasks": ["arc_easy"]},
+        checkpoint={"remote": "s3://bucket/runs"},
+        observe={"noise_scale_every_steps": 1, "profile": {"steps": "5:7"}},
+        launch={"nodes": 2, "lease": "folder"},
+    )
     parity(run.model_copy(update={"plan": "dp_replicate=2"}))
-    assert trained == [0, 0]
+    assert len(trained) == 2
+    for each in trained:
+        assert not each.train.pause_at and not each.resilience.replay_check_every_steps and not each.evaluate.tasks
+        assert (
+            not each.checkpoint.remote and not each.observe.noise_scale_every_steps and not each.observe.profile.steps
+        )
+        assert each.launch.nodes == 1 and not each.launch.lease
 
 
 def test_a_run_of_no_steps_is_refused(corpus: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from pydantic import computed_field
 from pydantic.dataclasses import dataclass as documented
 
-from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
+from argosy.config.identity import REPETITION, check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError, counted
 from argosy.extend.loading import check_approved
@@ -150,14 +150,10 @@ REFERENCE = "precision=fp32,compile=false"
 
 def _brief(run: RunConfig, steps: int) -> RunConfig:
     """Return `run` cut to `steps` steps and to what is compared."""
-    return run.with_keys(
+    return run.with_keys(**REPETITION).with_keys(
         name="parity",
-        train={"steps": steps, "minutes": 0.0, "epochs": 0.0, "deterministic": True},
+        train={"steps": steps, "minutes": 0.0, "epochs": 0.0, "pause_at": 0, "deterministic": True},
         schedule={"kind": "constant", "warmup_steps": 0},
-        evaluate={"every_steps": 0, "tokens": 1, "sample_prompt": None},  # a window at the end, and no more
-        checkpoint={"every_steps": 0, "every_minutes": 0.0},  # only the last state: weights are compared by it
-        observe=TOLD_TO_NOBODY,
-        launch={"max_restarts": 0},
         resilience={"replay_check_every_steps": 0},  # the single process has no replicas
     )
 

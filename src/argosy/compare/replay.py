@@ -19,7 +19,7 @@ from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.store import Checkpoint
 from argosy.compare.parity import train_quietly
-from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
+from argosy.config.identity import REPETITION, check_repeatable
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -30,8 +30,6 @@ from argosy.plan.plan import Plan
 from argosy.training.rows import REFERENCES
 
 COMPARED = ("loss", "grad_norm", "first_sample")
-NO_OTHER_NODES = {"coordinator": "", "port": 0, "lease": "", "address": "", "node": "", "rank_map": ""}
-"""Keys of `launch` with which nodes find each other: those of the run's own machines are not for this one."""
 
 
 @dataclass(frozen=True)
@@ -156,14 +154,11 @@ def _plan_of(run_dir: Path, first: int, last: int) -> Plan:
 
 def _until(run: RunConfig, plan: Plan, step: int) -> RunConfig:
     """Return `run` set to stop after `step`, without whatever does not affect the steps' numbers."""
-    return run.with_keys(
+    return run.with_keys(**REPETITION).with_keys(
         plan=str(plan),
         train={"pause_at": step + 1},
         data={"prepare": {"input": ()}},
-        evaluate={"every_steps": 0, "tokens": 1, "sample_prompt": None},
-        checkpoint={"every_steps": 0, "every_minutes": 0.0, "remote": ""},
-        observe=TOLD_TO_NOBODY,
-        launch={"max_restarts": 0, "processes": plan.world_size, "nodes": 1, "cluster": "", **NO_OTHER_NODES},
+        launch={"processes": plan.world_size, "cluster": ""},
     )
 
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from argosy.config.model import MuPConfig
-from argosy.config.observe import AlertsConfig
+from argosy.config.observe import AlertsConfig, ProfileConfig
 from argosy.config.schema import RunConfig
 from argosy.config.section import dotted, flatten
 from argosy.config.train import LoraConfig
@@ -37,8 +37,20 @@ ADDED = {
 }
 """Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""
 
-TOLD_TO_NOBODY: dict[str, Any] = {"alerts": AlertsConfig(), "sinks": (), "sample_every_steps": 0}
-"""Values of the section `observe` with which a repetition runs no command of the run's and sends nothing away."""
+REPETITION: dict[str, Any] = {
+    "evaluate": {"every_steps": 0, "tokens": 1, "tasks": (), "sample_prompt": None},  # a window at the end, and no more
+    "checkpoint": {"every_steps": 0, "every_minutes": 0.0, "remote": ""},
+    "observe": {
+        "alerts": AlertsConfig(), "sinks": (), "sample_every_steps": 0, "noise_scale_every_steps": 0,
+        "profile": ProfileConfig(),
+    },
+    "launch": {
+        "max_restarts": 0, "nodes": 1, "coordinator": "", "port": 0, "lease": "", "address": "", "node": "",
+        "rank_map": "",
+    },
+}  # fmt: skip
+"""Keys with which a run is repeated on this machine alone: it runs no command of the run's, sends nothing away, and
+measures and keeps only what is compared."""
 
 
 def lasting_values(run: RunConfig) -> dict[str, Any]:
