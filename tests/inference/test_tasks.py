@@ -53,3 +53,12 @@ def test_code_in_a_task_file_runs_for_those_alone_who_trust_it(run_dir: Path, tm
 def test_a_list_that_names_no_task_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["evaluate", str(run_dir), "--tasks", " ,"]) == 2
     assert "tasks: none is named" in capsys.readouterr().err and not (run_dir / SCORES_FILE).exists()
+
+
+def test_what_only_tasks_have_and_questions_beyond_the_context_are_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["evaluate", str(run_dir), "--fewshot", "3"]) == 2
+    assert "--fewshot are of --tasks" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is more than model"):
+        evaluate_tasks(run_dir, ["arc_easy"], seq_len=100_000)

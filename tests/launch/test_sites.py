@@ -9,6 +9,7 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import UserError
+from argosy.launch.local import train
 from argosy.launch.sites import checked, with_rounds
 from argosy.plan.search.auto import Devices, choose_plan
 from argosy.sync.layout import Sites, at_site
@@ -55,6 +56,12 @@ def test_what_is_open_is_chosen_said_and_kept(tmp_path: Path) -> None:
 def test_keys_of_the_run_file_stay(tmp_path: Path) -> None:
     chosen = with_rounds(load(run_file(tmp_path, sync="[sync]\nevery_steps = 7\n")), (), lambda text: None)
     assert chosen.sync.every_steps == 7
+
+
+def test_a_function_of_steps_is_not_passed_over_for_several_sites(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"on_step with \[\[sites\]\]"):
+        train(load(run_file(tmp_path)), tmp_path / "run", on_step=print)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_plan_that_says_how_sites_agree_is_left_alone(tmp_path: Path) -> None:

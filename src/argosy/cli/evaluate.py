@@ -64,6 +64,8 @@ def main(argv: list[str]) -> None:
     must_be_folder_or_url(options.path)
     if options.tasks and (options.data is not None or options.split != "validation"):
         raise UserError("--data and --split are for held-out text, and --tasks have data of their own. Leave them out.")
+    if not options.tasks and (options.task_limit or options.fewshot is not None):
+        raise UserError("--task-limit and --fewshot are of --tasks. Name the tasks, or leave them out.")
     measured = _tasks if options.tasks else _held_out_text
     with told_if_long("argosy evaluate: reading the data and the model, and scoring"):
         from argosy.inference.members import launched_world

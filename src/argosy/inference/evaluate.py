@@ -48,9 +48,7 @@ def evaluate(
     folders = [str(data)] if data is not None else source.run.data.folders
     if not folders:
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
-    length = seq_len or source.run.data.seq_len
-    if length > (most := source.run.model.max_seq_len):
-        raise UserError(f"seq_len = {length} is more than model.max_seq_len = {most}. Try {most} or less.")
+    length = _checked(seq_len or source.run.data.seq_len, source.run.model.max_seq_len)
     asked = EvaluateRequest(list(folders), split, max_tokens, length)
     layout = plan_named(plan)
     run_to_score(source.run, layout, length)  # what is wrong is said before processes start
@@ -85,7 +83,8 @@ def evaluate_tasks(
     if limit < 0 or (fewshot or 0) < 0:
         raise UserError(f"limit = {limit}, fewshot = {fewshot}: must be at least 0.")
     source, layout = open_together(path, trust_code, world), plan_named(plan)
-    length = seq_len or min(source.run.model.max_seq_len, LONGEST_QUESTION)
+    most = source.run.model.max_seq_len
+    length = _checked(seq_len or min(most, LONGEST_QUESTION), most)
     run_to_score(source.run, layout, length)
     asked = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
     found: TaskScores = scores_of(source, layout, world, asked)
@@ -94,3 +93,10 @@ def evaluate_tasks(
         line = {"step": max(0, done - 1), "time_s": round(time.time(), 3), "plan": str(layout), "tasks": found}
         JsonLines(source.run_dir / SCORES_FILE).write({**line, "fewshot": fewshot, "limit": limit})
     return found
+
+
+def _checked(seq_len: int, most: int) -> int:
+    """Return `seq_len`. Raises: UserError if the model's context, `most` tokens, is shorter."""
+    if seq_len > most:
+        raise UserError(f"seq_len = {seq_len} is more than model.max_seq_len = {most}. Try {most} or less.")
+    return seq_len

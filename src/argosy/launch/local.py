@@ -65,6 +65,8 @@ def train(
     run_dir = (Path(run_dir) if run_dir else Path("runs") / run.name).absolute()
     if is_server(run):
         raise UserError(f'site = "{run.site}" is a parameter server: hold it with the command argosy train --site')
+    if on_step is not None and run.sites and not run.site:
+        raise UserError("on_step with [[sites]]: each site has metrics of its own. Set site, or follow their files.")
     run_folder.check_parts(run_dir, run)
     approve(run.extend.code)  # before any process of the run starts, which inherits that
     if run.sites and not run.site:
