@@ -30,6 +30,7 @@ def test_a_model_and_a_plan_are_enough(capsys: pytest.CaptureFixture[str], tmp_p
         (["--plan", "dp_shrad=2"], "did you mean dp_shard"),
         (["--model", "llama3.1-504b", "--plan", "tp=2"], "did you mean"),
         (["--plan", "dp_shard=2", "--cluster", "2xh1000"], "h100"),
+        (["--plan", "dp_shard=16", "--cluster", "8xh100"], "has 8 devices, and there are 16 ranks"),
         (["--plan", "dp_shard=2", "--device", "cuda", "--trace", "x.json"], "--trace"),
         ([*TINY, "--plan", "dp_shard=2", "--trace", "/no/x.json"], "--trace /no/x.json: cannot be written"),
         (

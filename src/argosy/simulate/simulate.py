@@ -153,7 +153,7 @@ def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = Non
     """Return the run with a vocabulary, and its plan for `world_size` GPUs; None: as many as the plan is for.
 
     cluster: what the plan leaves open is chosen for its devices; none: H100s in nodes of 8.
-    Raises: UserError if there is neither, or the plan cannot train the run.
+    Raises: UserError if there is neither, the cluster is too small, or the plan cannot train the run.
     """
     if not run.model.vocab_size:
         run = run.with_keys(model={"vocab_size": _vocab_size(run)})
@@ -165,6 +165,8 @@ def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = Non
         raise UserError(
             f'--world-size {size}: the plan "{run.plan}" is for {written} ranks. Try --world-size {written}.'
         )
+    if cluster is not None and cluster.devices < size:
+        raise UserError(f"--cluster has {cluster.devices} devices, and there are {size} ranks. Name a larger one.")
     run = run.with_keys(launch={"processes": size})
     return run, choose_plan(run, Devices(size, USUAL_ACCELERATOR, fast_bf16=True), cluster or nodes_for(size))
 

@@ -82,6 +82,10 @@ def test_each_example_adds_up_and_is_written_as_it_was_read(path, tmp_path):
             NODES + 'kind = "optical"\ncircuits = 16',
             "topology.circuits = 16: a node has only 15 others; write 15 or less",
         ),
+        (
+            NODES + 'kind = "fat-tree"\nnodes_per_leaf = 4\npod_oversubscription = 2',
+            "pod_oversubscription = 2 without nodes_per_pod",
+        ),
         (NODES + 'kind = "rail-only"\nhosts = "n[1-8]"', "topology.hosts has 8 names, and groups have 16 machines"),
         (NODES + 'kind = "rail-only"\nhosts = "n[1-15],n3"', 'topology.hosts has "n3" twice; name each machine once'),
         (NODES + 'kind = "rail-only"\nhosts = "n[8-1]"', 'whose range "8-1" is none; write node[001-128]'),

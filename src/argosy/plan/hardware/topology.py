@@ -124,6 +124,11 @@ class Topology(Section):
             raise ValueError(
                 "an optical switch needs either block, as [4, 4, 4], or circuits, the neighbours of a node; give one"
             )
+        if self.pod_oversubscription > 1 and not self.nodes_per_pod:
+            raise ValueError(
+                f"pod_oversubscription = {self.pod_oversubscription:g} without nodes_per_pod, so that there are no "
+                "pods; add it, or remove this"
+            )
         if self.circuits and self.link_bytes_per_s:
             raise ValueError(
                 "link_bytes_per_s means nothing with circuits, which share the nodes' adapters; remove it, or set "
