@@ -75,7 +75,7 @@ APART: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "seq_len": ("is for training; serving has --prompt-len and --output-len", ("serve",)),
     "serve": (
         "plans serving, not training",
-        ("tokens", "finetune", "global_batch", "lora", "lora_base", "objective", "html"),
+        ("tokens", "finetune", "lora", "lora_base", "objective", "html"),
     ),
     "rank_map": ABOUT_RANKS,
     "slurm_topology": ABOUT_RANKS,
@@ -94,7 +94,7 @@ class Options:
     cluster: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NxDEVICE, a preset, or a file; default with a run: this machine. Given several times: side by side."""
     global_batch: WholeCount | None = None
-    """Batch size: sequences in a step; default with a model: by DeepSeek's scaling law."""
+    """Batch size: sequences in a step; default with a model: by DeepSeek's scaling law. Serving: requests at a time."""
     seq_len: WholeCount | None = None
     """Sequence length, in tokens; default with a model: 8192, or the model's longest sequence if that is shorter."""
     tokens: Count | None = None
