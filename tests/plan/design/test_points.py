@@ -27,6 +27,12 @@ def test_a_space_of_no_figures_is_its_base(load: Load, base: str) -> None:
         assert np.ravel(getattr(rates, f.name))[0] == approx(getattr(own, f.name), rel=1e-6), f.name
 
 
+@pytest.mark.parametrize(("base", "half"), [("a100", "bf16"), ("v100", "fp16")])
+def test_a_format_that_a_base_lacks_is_computed_in_16_bits(load: Load, base: str, half: str) -> None:
+    points = Points.of(load(base=f'"{base}"'))
+    assert {points.computed(wanted) for wanted in ("bf16", "fp8", "fp4")} == {half}
+
+
 def test_the_base_s_own_silicon_gives_its_own_rates_and_power(load: Load) -> None:
     points = Points.of(load(node='"N5"', memory_bytes_per_s="3.35e12"))
     assert points.flops_per_s["bf16"][0] == approx(989e12) and points.power_w[0] == approx(700)

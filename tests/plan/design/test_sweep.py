@@ -31,6 +31,13 @@ def test_a_catalogue_s_device_trains_as_the_planner_says(load: Load) -> None:
     assert trained.step_s[0] == approx(found.step_s.min(), rel=1e-6)
 
 
+@pytest.mark.parametrize(("asked", "known"), [('["fp8", "bf16"]', ["bf16"]), ('"fp8"', ["bf16"])])
+def test_a_device_trains_in_no_format_that_it_lacks(load: Load, asked: str, known: list[str]) -> None:
+    space = load(f"{TRAIN}precision = {asked}", base='"a100"')
+    assert space.train is not None
+    assert TrainingSweep(space.train, Points.of(space), 1.2).formats == known
+
+
 def test_a_catalogue_s_device_serves_as_the_planner_says(load: Load) -> None:
     space = load(SERVE.replace("[1, 2]", "[2]").replace("[1, 16]", "[16]"))
     assert space.serve is not None

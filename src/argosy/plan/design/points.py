@@ -36,7 +36,13 @@ NETWORK = ("link_bytes_per_s", "link_latency_s", "devices_per_node", "nic_bytes_
 """The last keys of `DeviceSpace`, which no chip follows from; what is impossible is so on every network."""
 BYTES: dict[Format, float] = {"fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Bytes of an operand of a matmul, with its scales."""
-WIDER: dict[str, tuple[Format, ...]] = {"bf16": ("bf16", "fp16", "fp32"), "fp8": ("fp8", "bf16"), "fp4": ("fp4", "fp8")}
+IN_16_BITS: tuple[Format, ...] = ("bf16", "fp16", "fp32")
+WIDER: dict[str, tuple[Format, ...]] = {
+    "bf16": IN_16_BITS,
+    "fp8": ("fp8", *IN_16_BITS),
+    "fp4": ("fp4", "fp8", *IN_16_BITS),
+}
+"""Wanted number format -> formats to compute in, of which a device takes the first that it has."""
 SRAM_CELL_UM2 = 0.021
 """An SRAM cell in N5 and N3E (TSMC, ISSCC 2020 and IEDM 2022, recalled): the least area of a cache."""
 MEMORY_DRAWS_ALL = "memory alone draws the power that the device may"

@@ -181,7 +181,7 @@ class TrainSpace(Section):
     tokens: PositiveFloat
     """Tokens to train on."""
     precision: Annotated[tuple[Literal["bf16", "fp8", "fp4"], ...], BeforeValidator(_listed)] = ("bf16",)
-    """Number formats of matmuls to choose from; those that a device lacks are left out."""
+    """Number formats of matmuls to choose from; those that a device lacks are left out, for 16 bits if it has none."""
 
 
 class ServeSpace(Section):

@@ -124,7 +124,7 @@ class TrainingSweep:
         question = Question(asked.global_batch, asked.seq_len, asked.tokens)
         cluster = Cluster.of(points.base, asked.devices)
         self.costs, self.request = _request("train", asked.model, cluster, question)
-        self.formats = [fmt for fmt in asked.precision if points.computed(fmt) == fmt or fmt == asked.precision[0]]
+        self.formats = [fmt for fmt in asked.precision if fmt == "bf16" or points.computed(fmt) == fmt] or ["bf16"]
 
     def costs_of(self, row: int, number_format: str) -> CostModel:
         """Return the cost model of one point, for a search: in bf16, at the rate of the format."""
