@@ -31,3 +31,15 @@ def test_the_factors_of_a_speed_up_multiply_to_it(load: Load) -> None:
     assert training.formats == ("bf16", "fp8") and {"format", "matmul rate", "memory", "batch"} <= set(training.factors)
     assert serving.formats == ("bf16", "bf16") and "format" not in serving.factors
     assert serving.factors["memory"] > 1.1
+
+
+def test_a_replica_may_be_as_large_as_the_domain_of_the_fast_link(load: Load) -> None:
+    (one,) = speedups(load(SERVE.replace("[1, 2]", "[16]") + '[speedup]\nbefore = "gb200"\nafter = "gb300"\n'))
+    assert one.whole > 1
+
+
+def test_a_replica_is_cut_only_as_the_model_can_be(load: Load) -> None:
+    work = SERVE.replace("llama3-8b", "llama3-70b").replace("[1, 2]", "[3, 4]").replace("[1, 16]", "[1]")
+    pair = '[speedup]\nbefore = "a100"\nafter = "h100"\n'
+    (some,), (only,) = (speedups(load(each + pair)) for each in (work, work.replace("[3, 4]", "[4]")))
+    assert some.speeds == only.speeds

@@ -32,7 +32,7 @@ from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.design.points import WIDER
 from argosy.plan.design.space import DesignSpace, ServeSpace, SpeedupSpace, TrainSpace
-from argosy.plan.design.sweep import served
+from argosy.plan.design.sweep import degrees_of, served
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Device, Format, find_device
 from argosy.plan.layouts import column_of
@@ -161,7 +161,8 @@ def _costs(asked: TrainSpace, device: Device, batch: int) -> CostModel:
 
 def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
     question = Question(seq_len=asked.prompt + asked.output, serving=True)
-    requests = [of_model(asked.model, Cluster.of(device, 8), question) for device in (before, after)]
+    clusters = [Cluster.of(device, device.devices_per_node) for device in (before, after)]
+    requests = [of_model(asked.model, cluster, question) for cluster in clusters]
     costs = [CostModel.of(request.run, request.cluster) for request in requests]
     rates = (costs[0].rates, costs[1].rates)
     _, constants, options = ServingSoftware.of(asked.engine, before, "serve.engine =")
@@ -173,7 +174,7 @@ def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
         mixed = _mixed(rates, later, _ratio(after if "format" in later else before, weights))
         flops = mixed.half * mixed.achieved_half if weights == "bf16" else mixed.narrow * mixed.achieved_narrow
         best = 0.0
-        for tp in asked.tp:
+        for tp in degrees_of(asked, requests[0].run.model):
             form = Formats(BYTES_OF_WEIGHT[weights], CACHES[asked.kv_cache], flops, float(weights != "bf16"))
             model = ServingModel(costs[0].workload, mixed, ReplicaCut(float(tp)), form, constants, options=options)
             for sequences in asked.sequences:

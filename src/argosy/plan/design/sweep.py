@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import DRAW
@@ -284,13 +285,7 @@ class ServingSweep:
         question = Question(seq_len=asked.prompt + asked.output, serving=True)
         self.costs, self.request = _request("serve", asked.model, Cluster.of(points.base, 1), question)
         self.software = ServingSoftware.of(asked.engine, points.base, "serve.engine =")
-        model = self.request.run.model
-        self.tps = [tp for tp in asked.tp if tensor_parts(model) % tp == 0]
-        if not self.tps:
-            raise UserError(
-                f"serve.tp = {list(asked.tp)}: none divides the heads and feed-forwards of all layers "
-                f"({tensor_parts(model)}). Try 1, 2, 4 or 8."
-            )
+        self.tps = degrees_of(asked, self.request.run.model)
         self.ways = tuple((w, tp, n) for w in asked.weights for tp in self.tps for n in asked.sequences)
 
     def model(self, weights: str, tp: float, rows: Any = slice(None), networks: Any = None) -> ServingModel:
@@ -359,6 +354,17 @@ class ServingSweep:
             f"{reached[key][row]:.3g} ms{f' with {device}' if device else ''}. Raise the limit, or give more tp, fewer "
             "sequences, faster memory."
         )
+
+
+def degrees_of(asked: ServeSpace, model: ModelConfig) -> list[int]:
+    """Return the degrees of tensor parallelism that the model can be cut by. Raises: UserError if there is none."""
+    parts = tensor_parts(model)
+    if not (found := [tp for tp in asked.tp if parts % tp == 0]):
+        raise UserError(
+            f"serve.tp = {list(asked.tp)}: none divides the heads and feed-forwards of all layers ({parts}). Try 1, 2, "
+            "4 or 8."
+        )
+    return found
 
 
 def served(
