@@ -36,6 +36,12 @@ def test_products_take_the_longer_of_arithmetic_and_memory(load: Load) -> None:
     assert all(bounds[0]["decode", n].memory_s == approx(4 * bounds[1]["decode", n].memory_s) for n in names)
 
 
+def test_attention_sees_no_more_than_its_windows(load: Load) -> None:
+    (some,) = design_report(load(HALF.replace("llama3-8b", "gemma3-1b"))).bounds.values()  # 22 of 26 have 512 tokens
+    seen = {one.work: one.n for one in some if one.name == "attention scores"}
+    assert 512 < seen["decode"] < 1024 and 256 < seen["prefill"] < 600
+
+
 def test_every_point_is_a_line_with_a_letter_for_each_product(load: Load) -> None:
     report = design_report(load(HALF, memory_bytes_per_s="[2e12, 8e12]"))
     rows = list(csv.DictReader(io.StringIO(as_csv(report))))

@@ -198,7 +198,7 @@ def matmuls_of(work: Workload, tokens: float, logits: float, tp: float = 1) -> l
     """Return the multiplications with weights in a forward pass of `tokens`, of which `logits` go through the head."""
     numbers = {name: value for name, value in vars(work).items() if name != "kv_groups"}
     w: dict[str, float] = {name: float(np.asarray(value)) for name, value in numbers.items()}
-    layers, width = w["layers"], w["width"]
+    layers, width = w["layers"] - w["delta_layers"], w["width"]
     queries, values = w["heads"] * w["key_width"] / tp, w["heads"] * w["value_width"] / tp
     found: list[ModelMatmul] = []
     if w["kv_rank"]:
@@ -214,8 +214,14 @@ def matmuls_of(work: Workload, tokens: float, logits: float, tp: float = 1) -> l
         kv = float(np.asarray(work.kv_heads_on(tp))) * (w["kv_width"] - w["unprojected"] / w["kv_heads"])
         found.append(ModelMatmul("queries, keys, values", layers, tokens, width, queries + w["gates"] * values + kv))
     found.append(ModelMatmul("attention out", layers, tokens, values, width))
+    if deltas := w["delta_layers"]:
+        values = w["delta_heads"] * w["delta_value_width"] / tp
+        found += [
+            ModelMatmul("delta-net in", deltas, tokens, width, float(np.asarray(work.delta_streams)) / tp),
+            ModelMatmul("delta-net out", deltas, tokens, values, width),
+        ]
     up = w["ffn_matrices"] - 1
-    if dense := layers - w["moe_layers"]:
+    if dense := w["layers"] - w["moe_layers"]:
         found += [
             ModelMatmul("feed-forward up", dense, tokens, width, up * w["ffn_width"] / tp),
             ModelMatmul("feed-forward down", dense, tokens, w["ffn_width"] / tp, width),
@@ -238,13 +244,14 @@ def matmuls_of(work: Workload, tokens: float, logits: float, tp: float = 1) -> l
 
 
 def attention_of(work: Workload, sequences: float, new: float, seen: float, tp: float = 1) -> list[ModelMatmul]:
-    """Return attention's two multiplications: `new` tokens of each sequence attend to `seen` ones, on average.
+    """Return attention's two multiplications, of layers that have attention: `new` tokens of each sequence attend to
+    `seen` ones, on average.
 
     The query heads that share keys are rows of one matrix.
     """
     kv_heads = float(np.asarray(work.kv_heads_on(tp)))
     rows = new * float(np.asarray(work.heads)) / tp / kv_heads
-    times = float(np.asarray(work.layers)) * kv_heads * sequences
+    times = float(np.asarray(work.layers - work.delta_layers)) * kv_heads * sequences
     key, value = float(np.asarray(work.key_width)), float(np.asarray(work.value_width))
     return [
         ModelMatmul("attention scores", times, rows, key, seen, is_weight=False),
