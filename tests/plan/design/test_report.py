@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -93,11 +94,14 @@ def test_the_report_says_what_was_swept_the_best_and_how_it_depends_on_each_figu
 
 
 def test_charts_are_drawn_of_what_has_several_points(load: Load) -> None:
-    found = pictures(design_report(load(HALF + SPEEDUP, memory_bytes_per_s="[2e12, 4e12]")))
+    report = design_report(load(HALF + SPEEDUP, memory_bytes_per_s="[2e12, 4e12]"))
+    found = pictures(report)
     assert {"design-serving-memory_bytes_per_s.svg", "design-serving-memory_bytes_per_s-binds.svg"} <= set(found)
     assert "design-serving-speedup.svg" in found
     for drawn in found.values():
         assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    named = replace(report, space=report.space.model_copy(update={"name": "../mine, or not"}))
+    assert set(pictures(named)) == {name.replace("design", "mine-or-not") for name in found}
     assert set(pictures(design_report(load(HALF)))) == set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -360,7 +361,7 @@ def _short(value: Any) -> str:
 
 def pictures(report: DesignReport) -> dict[str, str]:
     """Return file name -> SVG."""
-    name, found = report.space.name, {}
+    name, found = re.sub(r"[^\w.-]+", "-", report.space.name).strip(".-") or "design", {}
     for work, rows in report.fronts.items():
         table = [_row(report, row) for row in rows]
         x, y = ("usd", "run_s") if work == "training" else ("usd_per_million", "tpot_s")
