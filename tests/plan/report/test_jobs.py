@@ -84,6 +84,15 @@ def test_jobs_follow_each_other_and_say_what_lateness_costs(capsys, tmp_path):
     assert "--extra=--nice=1000" in command["lines"][-1] and "--nodes 1 --gpus-per-node 8" in command["lines"][-1]
 
 
+def test_a_node_of_several_machines_is_launched_on_all_of_them(capsys, tmp_path):
+    """Of an NVL72 domain 6 devices lie on two machines of 4."""
+    path = tmp_path / "jobs.toml"
+    text = SMALL.format(on="slurm", deadline="1d").replace("16xh100", "6xgb200").replace("512", "36")
+    path.write_text(text.replace("most_devices = 8", "least_devices = 6"))
+    (command,) = answer(capsys, str(path))["jobs"][1]["commands"]
+    assert "--nodes 2 --gpus-per-node 3" in command["lines"][-1]
+
+
 @pytest.mark.parametrize(
     ("on", "word"), [("kubernetes", "priorityclass argosy-1 --value=1000"), ("ray", "Ray knows no priorities")]
 )

@@ -293,14 +293,14 @@ def _commands(
 
 def _launch(stint: Stint, spec: JobSpec, place: ClusterSpec, choice: JobChoices, cluster: Cluster) -> list[str]:
     """Return the words of `argosy launch` for a stint, without what its scheduler is told of time and priority."""
-    per_node = min(stint.devices, cluster.devices_per_node, cluster.device.devices_per_host)
+    machines = -(-stint.devices // cluster.devices_per_machine)
     words = [
         "argosy",
         "launch",
         *([shlex.quote(spec.run)] if spec.run else _model_words(spec.model)),
     ]
-    words += ["--name", spec.name, "--on", place.on, "--nodes", str(stint.devices // per_node)]
-    words += ["--gpus-per-node", str(per_node)] if cluster.device.kind != "cpu" else []
+    words += ["--name", spec.name, "--on", place.on, "--nodes", str(machines)]
+    words += ["--gpus-per-node", str(-(-stint.devices // machines))] if cluster.device.kind != "cpu" else []
     words += [shlex.quote(option) for option in place.options]
     if spec.model or spec.seq_len:
         words += ["--data.seq-len", str(choice.run.data.seq_len)]
