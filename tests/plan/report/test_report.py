@@ -30,6 +30,14 @@ def test_devices_that_do_not_divide_stay_idle(objective):
     assert any(f"The plan is for {found.choices[0].devices} of 600 devices" in note for note in found.notes)
 
 
+def test_a_cheapest_plan_s_step_is_not_said_to_depend_on_memory():
+    """What faster plans on more devices would do is no effect of memory."""
+    asked = Question(global_batch=256, objective="cost", fix="zero=1,recompute=none,tp=1,cp=1,microbatch=1")
+    found = plan_report(of_model("llama3-8b", "64xh100", asked)).explanation
+    assert found.choice.devices < 64 and found.binding == "matmul rate"
+    assert all(-0.1 < change.change < 1e-9 for change in found.sensitivities)
+
+
 def test_nothing_fits_says_what_would_do():
     with pytest.raises(UserError) as refused:
         plan_report(of_model("llama3-8b", "1xh100-96gb-hbm2e-500w", Question(seq_len=2048, global_batch=8)))

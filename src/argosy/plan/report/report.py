@@ -178,7 +178,8 @@ def plan_report(request: PlanRequest) -> PlanReport:
     costs, tokens = economy.costs, economy.tokens
     best = found.best(economy.score(found, request.objective), max(request.top, 1))
     explained = request.given or found.plans.plan(int(best[0]))
-    explanation = _explain(economy, explained, found, is_best=request.given is None)
+    is_fastest = request.given is None and bool(found.step_s[best[0]] <= found.step_s.min())
+    explanation = _explain(economy, explained, found, is_fastest)
     front = found.pareto()
     shown = [found.plans.plan(int(row)) for row in dict.fromkeys([*best, *front])]
     inside_s = sum(costs.predict_time(Layouts.of([explained])).by_category(0).values())
@@ -251,7 +252,7 @@ def _with_workers(request: PlanRequest) -> Cluster:
     return with_workers(request.cluster, request.run) if has_workers(request.run) else request.cluster
 
 
-def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: bool) -> Explanation:
+def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_fastest: bool) -> Explanation:
     costs, row = economy.costs, Layouts.of([plan])
     choice = economy.choices(row)[0]
     failures = economy.failures(np.array([plan.world_size]), float(choice.step_s.mid))
@@ -261,7 +262,7 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
     waterfall["failures"] = float(np.atleast_1d(failures.overhead.mid)[0]) * float(choice.step_s.mid)
     missing = misfit(costs, plan)
     near = nearest_that_fits(plan, found) if missing else None
-    changes = sensitivities(costs, plan, found if is_best else None)
+    changes = sensitivities(costs, plan, found if is_fastest else None)
     return Explanation(
         choice=choice,
         misfit=missing,
