@@ -73,10 +73,7 @@ APART: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "tokens": ("says how much to train on, as --finetune does", ("finetune",)),
     "within": ("asks how many devices train a run in time", ("html", "serve", "learn", "objective")),
     "seq_len": ("is for training; serving has --prompt-len and --output-len", ("serve",)),
-    "serve": (
-        "plans serving, not training",
-        ("tokens", "finetune", "lora", "lora_base", "objective", "html"),
-    ),
+    "serve": ("plans serving, not training", ("tokens", "finetune", "lora", "lora_base", "objective", "html")),
     "rank_map": ABOUT_RANKS,
     "slurm_topology": ABOUT_RANKS,
 }
