@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ports import free_port
+
 PROGRAM = "etcd"
 WHERE_FROM = "etcd is not installed here (Debian: apt-get install etcd-server)"
 START_S = 30.0
@@ -25,7 +27,7 @@ class Etcd:
 
     def __init__(self, folder: Path, options: Sequence[str] = (), scheme: str = "http"):
         self._folder, self._options, self._scheme = folder, options, scheme
-        ports = _free_ports(6)
+        ports = [free_port() for _ in range(6)]
         self.ports, self._peers = ports[:3], ports[3:]
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * 3
 
@@ -87,9 +89,3 @@ def _listens(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]

@@ -19,6 +19,8 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
+from ports import free_port
+
 PROGRAM = "moto_server"
 needs_server = pytest.mark.skipif(
     shutil.which(PROGRAM) is None, reason="moto_server is not installed here (pipx install 'moto[server]')"
@@ -33,7 +35,7 @@ class ObjectStore:
 
     def __init__(self, log: Path, initial_requests: int = 0):
         """initial_requests: after so many, the server asks for credentials and rights; 0: never."""
-        self._log, self.port = log, _free_port()
+        self._log, self.port = log, free_port()
         self._variables = {"INITIAL_NO_AUTH_ACTION_COUNT": str(initial_requests)} if initial_requests else {}
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -204,10 +206,3 @@ def _ask(
         text: str = urllib.request.urlopen(request, timeout=5).read().decode()
         return text
     return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -13,6 +13,7 @@ from argosy.errors import UserError
 from argosy.launch import survivor
 from argosy.launch.requeue import decide
 from argosy.launch.survivor import do_others_run, is_lost, was_there_at_the_end
+from ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +41,7 @@ def test_a_node_that_slurm_has_given_up_is_lost(port, state):
 
 
 def test_a_node_is_lost_if_its_slurmd_answers_no_call(port):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = server.getsockname()[1]
+    closed = free_port()
     calls: list[str] = []
     assert is_lost("n1", lambda node: calls.append(node) or shown(closed))
     assert calls == ["n1"] * survivor.CALLS

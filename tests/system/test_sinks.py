@@ -7,14 +7,12 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +22,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commands import Folder
+from ports import free_port
 from waiting import PATIENT_S, wait_until
 
 BAD = str(Path(__file__).parent.parent / "sinks")
@@ -179,8 +178,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(folder, refused, o
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs Debian's package prometheus")
 def test_a_real_prometheus_scrapes_a_run(folder, started, tmp_path):
-    with closing(socket.create_server(("127.0.0.1", 0))) as one, closing(socket.create_server(("127.0.0.1", 0))) as two:
-        port, web = one.getsockname()[1], two.getsockname()[1]
+    port, web = free_port(), free_port()
     run_file = folder.write_run(steps=5000, every_steps=0)
     run = started(run_file, "--observe.sinks", "prometheus", "--observe.prometheus.port", port)
     config = tmp_path / "prometheus.yml"

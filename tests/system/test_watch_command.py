@@ -7,19 +7,18 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
 
 from commands import Folder
+from ports import free_port
 from run_folders import Made, Trouble, append
 from waiting import PATIENT_S, wait_until
 
@@ -157,8 +156,7 @@ def test_a_real_prometheus_scrapes_all_runs(folder: Folder, watch: Watch) -> Non
     growing = made.write(folder.path / "runs" / "team" / "growing")
     Made(steps=30, trouble=Trouble(killed=(1, 10))).write(folder.path / "runs" / "done")
     port = urllib.parse.urlsplit(watch(ARGOSY_WATCH_TOKEN="a-token-for-prometheus")).port
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        web = free.getsockname()[1]
+    web = free_port()
     config = folder.path / "prometheus.yml"
     config.write_text(
         "global: {scrape_interval: 1s}\nscrape_configs:\n- job_name: argosy\n"
