@@ -463,6 +463,26 @@ def test_a_rank_holds_its_share_and_no_more(workers):
         assert nbytes == pytest.approx(alone[2] / 4, rel=0.01)
 
 
+def loss_of_new_values(world: World, plan: str) -> tuple[float, float]:
+    """The loss that is left once all values are zeros: before and after another forward without gradients."""
+    layout, found = eager(plan), []
+    for is_used in (False, True):
+        model = laid_out(world, layout)
+        batch = microbatches(ROWS[:1], 1, 0, world.device)
+        if is_used:
+            model.loss(batch)
+        for piece in model.pieces:
+            piece.value.zero_()
+        model.after_update()
+        found.append(float(model.loss(batch)))
+    return found[0], found[1]
+
+
+def test_values_that_are_set_between_two_forwards_without_gradients_are_gathered_anew(workers):
+    for new, used in workers.run(2, loss_of_new_values, "dp_shard=2,microbatch=1"):
+        assert new == used
+
+
 def dtypes(world: World, plan: str) -> dict[str, torch.dtype]:
     layout = eager(plan)
     model = laid_out(world, layout)

@@ -267,6 +267,7 @@ class FullySharded:
 
         assert isinstance(model, FSDPModule)
         self._model, self._pieces, self.over_replicas = model, pieces, over_replicas
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def arm(self, backwards: int, moment: SumTime) -> None:
         """FSDP2 counts backwards itself, and sums once a step."""
@@ -287,4 +288,6 @@ class FullySharded:
             piece.value.grad = gradient_of(piece)
 
     def after_update(self) -> None:
-        """Do nothing: the values are gathered when they are next used."""
+        """Let go of what is gathered: after a forward without gradients, the model keeps the old values of some."""
+        for module in self._sharded:
+            module.reshard()
