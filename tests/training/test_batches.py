@@ -25,11 +25,11 @@ def batches(corpus: Path, tmp_path: Path) -> Iterator[Make]:
     """The batches of a run of one process, two rows a microbatch."""
     made: list[Batches] = []
 
-    def make(**sections: dict[str, Any]) -> Batches:
-        run, plan, world = run_config(corpus, **sections), eager("microbatch=2"), World()
-        state = TrainState.begin(apply(plan, run, world), plan, run)
+    def make(plan: str = "microbatch=2", **sections: dict[str, Any]) -> Batches:
+        run, alone, world = run_config(corpus, **sections), eager("microbatch=2"), World()
+        state = TrainState.begin(apply(alone, run, world), alone, run)
         opened = open_data(run.data, run.seed, run.train.batches)
-        made.append(Batches(run, plan, opened, state, world, Events(tmp_path, "rank-0")))
+        made.append(Batches(run, eager(plan), opened, state, world, Events(tmp_path, "rank-0")))
         return made[-1]
 
     yield make
@@ -65,6 +65,15 @@ def test_a_growing_batch_counts_its_samples_by_step(batches: Make) -> None:
     one = batches(train={"batch_ramp": [{"until_step": 2, "global_batch": 4}]})
     assert [one.samples(step) for step in range(4)] == [[(0, 4)], [(4, 8)], [(8, 16)], [(16, 24)]]
     assert [sum(len(micro.tokens_BT) for micro in one.read(step)) for step in (0, 2)] == [4, 8]
+
+
+def test_ranks_drop_what_one_process_drops_of_a_smaller_batch_too(batches: Make) -> None:
+    keys = {"lora": {"rank": 2, "dropout": 0.5}, "train": {"batch_ramp": [{"until_step": 2, "global_batch": 4}]}}
+    one, two = batches(**keys), batches("dp_replicate=2,microbatch=2", **keys)
+    for step in (1, 2):
+        shares = [micro for rank in (0, 1) for micro in two.of_rank(rank, step)], one.of_rank(0, step)
+        keys_of = ([keys for micro in some if (keys := micro.mask_keys_BT) is not None] for some in shares)
+        assert torch.equal(*map(torch.cat, keys_of))
 
 
 def test_a_step_is_in_the_mixture_of_its_first_sample(batches: Make, corpus: Path) -> None:

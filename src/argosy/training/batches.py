@@ -158,7 +158,8 @@ class Batches:
             micros = compared_microbatches(rows, size, device, train.objective == "kto", known)
         else:
             micros = microbatches(rows, size, self._data.eod_id, device)
-        return with_mask_keys(micros, self._run, step, self._rows_of(rank).start)
+        first_row = self._plan.rows_of(rank, train.batches.at(step)).start
+        return with_mask_keys(micros, self._run, step, first_row)
 
     def _numbers(self, step: int) -> Range:
         """Return the range of the step's samples, counted without those that are skipped."""
