@@ -68,6 +68,13 @@ def test_frozen_pattern_names_parameters_or_modules() -> None:
     assert not is_frozen("blocks.11.attention.q.weight", ["blocks.1"])
 
 
+OTHERS = {
+    "blocks.0.mlp.router.weight": (8, 64),
+    "score.weight": (1, 64),
+    "blocks.0.mlp.experts.up_lora.magnitude": (8, 64),
+}
+
+
 def test_muon_takes_the_hidden_matrices_of_the_decoder_and_no_others():
     model = Decoder(ModelConfig(**MODEL, attention_bias=True, qk_norm=True))
     rules = {n: settings_of(n, tuple(p.shape), config(kind="muon")).rule for n, p in model.named_parameters()}
@@ -76,7 +83,13 @@ def test_muon_takes_the_hidden_matrices_of_the_decoder_and_no_others():
         f"mlp.{p}.weight" for p in ("gate", "up", "down")
     }
     assert set(rules.values()) == {"adamw", "muon"}
-    assert settings_of("blocks.0.mlp.router.weight", (8, 64), config(kind="muon")).rule == "adamw"
+    for name, shape in OTHERS.items():
+        assert settings_of(name, shape, config(kind="muon")).rule == "adamw", name
+
+
+def test_lengths_of_adapters_do_not_decay_those_of_experts_neither() -> None:
+    shapes = {"blocks.0.attention.q.lora.magnitude": (64,), "blocks.0.mlp.experts.up_lora.magnitude": (8, 64)}
+    assert {settings_of(name, shape, config()).weight_decay for name, shape in shapes.items()} == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,9 @@ class ScheduleConfig(Section):
         return math.ceil(self.warmup_fraction * steps) if self.warmup_fraction and steps else self.warmup_steps
 
 
-NOT_HIDDEN = ("embedding", "head", "router", "q_conv", "k_conv", "v_conv")
-"""Matrices that Muon leaves to AdamW: their rows stand for tokens, experts or channels, one by one (Jordan 2024)."""
+NOT_HIDDEN = ("embedding", "head", "score", "router", "q_conv", "k_conv", "v_conv")
+"""Matrices that Muon leaves to AdamW: their rows stand for tokens, scores, experts or channels, one by one (Jordan
+2024)."""
 LEAST_INT8 = 4096
 """Smaller parameters keep fp32 state under `state = "int8"` (Dettmers et al. 2022)."""
 
@@ -116,7 +117,8 @@ def settings_of(
     times `weight_decay`: the best is the same for all widths (Wang & Aitchison 2024, "How to set AdamW's weight decay
     as you scale model and dataset size").
     """
-    matrix = len(shape) >= 2 and not name.endswith("bias")  # a stack of experts' biases has two dims as well
+    # A stack of experts' biases, or of their adapters' lengths, has two dims as well.
+    matrix = len(shape) >= 2 and not name.endswith(("bias", "magnitude"))
     group = next((group for group in config.groups if fnmatchcase(name, group.match)), None)
     weight_decay = config.weight_decay if matrix else 0.0
     if group is not None and group.weight_decay is not None:
