@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from argosy.config.optimizer import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig, OptimizerGroup
 from argosy.optim import optimizer as module
 from argosy.optim.optimizer import Optimizer, newton_schulz
 from argosy.optim.piece import Piece
@@ -17,6 +17,7 @@ from argosy.parallel.world import World
 from optim.pieces import gather_over, normal, part_of, train
 
 CONFIG = OptimizerConfig(kind="muon", lr=1e-2)
+GROUPED = OptimizerConfig(kind="muon", lr=1e-2, groups=(OptimizerGroup(match="*.o.weight", lr_factor=0.5),))
 SHAPES = {
     "blocks.0.attention.q.weight": (48, 32),
     "blocks.0.attention.o.weight": (32, 48),
@@ -99,6 +100,14 @@ def cut_and_train(world: World, dim: int, dealt: bool) -> dict[str, torch.Tensor
     return {piece.name: piece.gather(piece.value) for piece in pieces}
 
 
+def test_a_rank_with_no_part_of_a_matrix_counts_its_steps_once() -> None:
+    whole = Piece("blocks.0.attention.q.weight", normal((4, 6), "q"), (4, 6))
+    empty = part_of(whole, 0, rank=2, size=3, gather=lambda part: whole.value)
+    assert not empty.value.numel()
+    optimizer = train([empty], CONFIG, steps=3)
+    assert float(optimizer.state_of(empty)["step"]) == 3
+
+
 def replicate_and_train(world: World) -> tuple[dict[str, torch.Tensor], int]:
     """Every rank has all parameters whole; what becomes of them, and how many matrices this rank worked on."""
     pieces = [dataclasses.replace(piece, group=dist.group.WORLD) for piece in whole_pieces()]
@@ -126,7 +135,7 @@ def test_every_cut_gives_the_weights_of_one_process(workers, alone, size, dim, d
 def prepare_and_step_alone(world: World) -> dict[str, torch.Tensor]:
     """Prepare together; then step with no collective that anybody would answer."""
     pieces = [dataclasses.replace(piece, group=dist.group.WORLD) for piece in whole_pieces()]
-    optimizer = Optimizer(pieces, CONFIG)
+    optimizer = Optimizer(pieces, GROUPED)
     assert not optimizer.is_local
     for piece in pieces:
         piece.value.grad = normal(piece.shape, piece.name, 0) * 0.1
@@ -146,7 +155,7 @@ def prepare_and_step_alone(world: World) -> dict[str, torch.Tensor]:
 
 def test_a_prepared_step_takes_no_other_rank_and_nothing_has_changed_before_it(workers):
     alone = whole_pieces()
-    train(alone, CONFIG, steps=1)
+    train(alone, GROUPED, steps=1)
     first, _ = workers.run(2, prepare_and_step_alone)
     for piece in alone:
         torch.testing.assert_close(first[piece.name], piece.value, rtol=1e-5, atol=1e-6)

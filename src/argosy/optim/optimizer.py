@@ -265,7 +265,6 @@ class Muon(UpdateRule):
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Compute the directions. All ranks that share a parameter take part, also those whose part is empty."""
-        self._directions = {}
         for group, batch in _rounds([slot for slot in slots if _dealt_over(slot.piece) is not None]):
             pieces = [slot.piece for slot in batch]
             directions = orthogonal(pieces, [self._momentum(slot) for slot in batch], group)
@@ -277,6 +276,8 @@ class Muon(UpdateRule):
             direction = self._directions.pop(slot.piece.name, None)
             if direction is None:
                 (direction,) = orthogonal([slot.piece], [self._momentum(slot)], None)
+            if not slot.piece.value.numel():
+                continue
             with opened([slot]) as (update,):
                 update.moments["momentum_buffer"].lerp_(update.gradient, 1 - self.config.momentum)
                 size = 0.2 * math.sqrt(max(update.piece.shape[-2:]))
