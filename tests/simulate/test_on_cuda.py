@@ -120,6 +120,13 @@ def test_it_waits_no_oftener_in_fp8(model: str, plan: str) -> None:
         ("dense", "dp_replicate=2", {"resilience": {"check_collectives": True}}, {"parallel/model.py": 1}),
         pytest.param("wide", "offload=all,precision=bf16", {}, {"parallel/offload.py": 1}, marks=pytest.mark.slow),
         pytest.param("dense", "dp_shard=2,zero=1", MUON, {"parallel/world.py": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            "dense",
+            "dp_shard=2,zero=1,offload=optimizer",
+            MUON,
+            {"parallel/world.py": 1, "parallel/offload.py": 1, "optim/optimizer.py": 28},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_waits_oftener_is_known(model: str, plan: str, sections: dict[str, Any], more: dict[str, int]) -> None:

@@ -268,7 +268,8 @@ class Muon(UpdateRule):
         for group, batch in _rounds([slot for slot in slots if _dealt_over(slot.piece) is not None]):
             pieces = [slot.piece for slot in batch]
             directions = orthogonal(pieces, [self._momentum(slot) for slot in batch], group)
-            self._directions |= {piece.name: part for piece, part in zip(pieces, directions, strict=True)}
+            parts = zip(pieces, directions, strict=True)
+            self._directions |= {piece.name: part.to(piece.value.device) for piece, part in parts}
 
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
         """Apply the directions. Matrices without one from `prepare` belong to this rank alone."""
@@ -281,13 +282,13 @@ class Muon(UpdateRule):
             with opened([slot]) as (update,):
                 update.moments["momentum_buffer"].lerp_(update.gradient, 1 - self.config.momentum)
                 size = 0.2 * math.sqrt(max(update.piece.shape[-2:]))
-                update.weight.mul_(1 - lr * weight_decay).sub_(direction.float(), alpha=lr * size)
+                update.weight.mul_(1 - lr * weight_decay).sub_(direction.to(update.weight), alpha=lr * size)
 
     def _momentum(self, slot: Slot) -> Tensor:
-        """Return the matrix to make orthogonal; the momentum that the slot keeps does not change."""
+        """Return the matrix to make orthogonal, where ranks can send it; the momentum that the slot keeps stays."""
         gradient = slot.gradient()
         momentum = slot.moments()["momentum_buffer"].lerp(gradient, 1 - self.config.momentum)
-        return gradient.lerp(momentum, self.config.momentum)
+        return gradient.lerp(momentum, self.config.momentum).to(slot.piece.device)
 
 
 def orthogonal(pieces: Sequence[Piece], tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:

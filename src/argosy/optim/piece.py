@@ -46,6 +46,8 @@ class Piece:
     group: dist.ProcessGroup | None = None
     """All ranks that call `gather` for this parameter, replicas included: all that need the same update. They divide
     the work on whole parameters. None: each rank does all of it."""
+    device: torch.device | None = None
+    """The device of their messages; None: that of `value`, which may be a twin in host memory."""
 
 
 MOMENT_CODES = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}

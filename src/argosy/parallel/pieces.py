@@ -107,6 +107,7 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
             cut=frozenset(dim for axis, dim in parts.items() if mesh is not None and mesh.size(axis) > 1),
             gather=partial(_gather, mesh=mesh, placements=placements, shape=shape, last_first=sharing is not None),
             group=meshes.stage,
+            device=value.device,
             scatter=partial(box_of, offset=tuple(offset), shape=value.shape),
             parameter=parameter,
             offset=tuple(offset),
