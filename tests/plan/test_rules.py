@@ -267,7 +267,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         {"model": {"moe": {"experts": 4}}, "train": {"global_batch": 24}},
         "Try sum_inside = 4.",
     ),
-    (rules.sites_agree_now_and_then, "sync=async", {}, "they are its workers. Name one or more"),
+    (rules.sites_agree_now_and_then, "sync=async", {}, "they are its workers. Name two or more"),
     (rules.sites_agree_now_and_then, "sync=diloco", {}, "plan.sync = diloco, and the run has no [[sites]]"),
     (rules.sites_agree_now_and_then, "dp_shard=2", SITES, "sites agree by sync=diloco, sync=local or sync=async"),
     (rules.asynchronous_gradients_have_no_loss_scale, "sync=async,precision=fp16", SITES, "Try precision=bf16 or fp32"),

@@ -76,7 +76,7 @@ NOT_OF_SITES = (
     "Leave sync out for diloco."
 )
 NO_WORKERS = (
-    "plan.sync = async, and the run has no [[sites]]: they are its workers. Name one or more (docs/async.md), or leave "
+    "plan.sync = async, and the run has no [[sites]]: they are its workers. Name two or more (docs/async.md), or leave "
     "sync out."
 )
 
