@@ -15,7 +15,7 @@ from argosy.config.schema import RunConfig
 from argosy.engines.engine import RunJob
 from argosy.engines.login import Login, LoginJob
 from argosy.engines.record import LaunchedJob
-from argosy.engines.ssh import Ssh, command
+from argosy.engines.ssh import Ssh, command, environment_of
 from ports import free_port
 from run_folders import Made
 
@@ -63,6 +63,15 @@ def test_a_folder_is_what_it_is_called_in_the_commands_that_are_shown():
     first, second = (line for line in Ssh().script(request).splitlines() if not line.startswith("#"))
     assert shlex.split(first)[:3] == shlex.split(second)[:3] == ["cd", str(folder), "&&"]
     assert shlex.split(replace(request, hosts="h1").command)[-1] == str(folder / "runs/a")
+
+
+def test_agents_get_the_credentials_of_stores_sinks_and_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunConfig.model_validate({"observe": {"alerts": {"webhook_env": "MY_HOOK"}}})
+    wanted = {"GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY", "WANDB_API_KEY", "MY_HOOK"}
+    for name in (*wanted, "MY_OTHER"):
+        monkeypatch.setenv(name, "x")
+    job = RunJob(run=run, run_dir=Path("/shared/runs/a"), words=("run.toml",), work_dir=Path("/shared"), hosts="h1")
+    assert wanted < environment_of(job).keys() and "MY_OTHER" not in environment_of(job)
 
 
 def test_the_command_behind_a_login_is_given_in_its_folder_there(tmp_path: Path) -> None:

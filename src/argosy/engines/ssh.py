@@ -33,7 +33,10 @@ ECHO_MARK = "argosy:"
 NO_WAY = 255
 """Exit code of ssh if it could not reach the host; else it is the script's."""
 HOST_PROCESS = re.compile(r"[1-9][0-9]{0,9}@[0-9]{1,20}")
-PASSED_ON = ("ARGOSY_", "OMP_", "NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_", "CUDA_", "HF_", "AWS_", "PYTHONPATH")
+PASSED_ON = (
+    *("ARGOSY_", "OMP_", "NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_", "CUDA_", "HF_", "PYTHONPATH"),
+    *("AWS_", "GOOGLE_", "AZURE_", "WANDB_", "MLFLOW_", "TRACKIO_", "OTEL_"),
+)
 """Environment variables that begin so are those of the agents too. They go through ssh's input: the words of a command
 can be read by all users of a machine."""
 AGENT_MARK = "agent of "
@@ -91,7 +94,8 @@ class Ssh(Engine):
         assert isinstance(job, RunJob)
         hosts, options = _hosts(job), list(job.extra)
         (job.folder / STOP_FILE).unlink(missing_ok=True)
-        exports, seen = _exports(job.run_dir), _look(job, hosts, options)
+        exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment_of(job).items())
+        seen = _look(job, hosts, options)
         log = {host: job.folder / f"{_node(host)}.out" for host in hosts}
         scripts = {
             host: START_ON_HOST.format(
@@ -186,15 +190,20 @@ def _command(job: RunJob, host: str, address: str) -> str:
     return f"{supervisor} {job.command} {shlex.join(words)}".strip()
 
 
-def _exports(run_dir: Path) -> str:
-    """Return what sets the agents' environment: the variables that are passed on, and the run's secret if it is not in
-    the run's folder."""
+def environment_of(job: RunJob) -> dict[str, str]:
+    """Return what is added to the agents' environment: the variables that are passed on, those that the run's alerts
+    name, and the run's secret if it is not in the run's folder."""
+    alerts = job.run.observe.alerts
+    named = {alerts.webhook_env, alerts.headers_env}
     found = {
-        name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) and name != SECRET_FILE_VARIABLE
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PASSED_ON) or name in named
+        if name != SECRET_FILE_VARIABLE
     }
     if SECRET_VARIABLE in os.environ or SECRET_FILE_VARIABLE in os.environ:
-        found[SECRET_VARIABLE] = secret_of(run_dir).decode()
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(found.items()))
+        found[SECRET_VARIABLE] = secret_of(job.run_dir).decode()
+    return found
 
 
 def _look(job: RunJob, hosts: list[str], options: list[str]) -> dict[str, _Seen]:
