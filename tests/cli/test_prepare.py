@@ -48,6 +48,12 @@ def test_messages_name_the_options_of_the_command(prepared):
         prepare.main(["nowhere.txt", "--out", "other"])
 
 
+def test_a_place_that_nothing_can_be_copied_to_is_refused_before_anything_is_prepared(prepared):
+    with pytest.raises(UserError, match=r"^--remote foo://bucket/x: data cannot be read from foo://"):
+        prepare.main(["my text.txt", "--out", "other", "--vocab-size", "300", "--remote", "foo://bucket/x"])
+    assert not (prepared.parent / "other").exists()
+
+
 def test_nothing_of_a_folder_is_dropped_in_silence(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()

@@ -104,7 +104,11 @@ def _prepare(options: Options, config: Positional) -> None:
     else:
         from argosy.data.prepare import prepare
 
+        from argosy.data.stores.store import check_remote
+
         _check_input(config)
+        if config.remote:
+            check_remote(config.remote)
         folder = config.out
         with progress.during("looking for the input"):
             manifest = prepare(

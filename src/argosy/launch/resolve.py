@@ -22,7 +22,7 @@ from argosy.data.prepare import prepare
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.model_folder import is_model_folder
-from argosy.data.stores.store import is_url, spelled, upload
+from argosy.data.stores.store import check_remote, is_url, spelled, upload
 from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_of, usage_of
 from argosy.errors import DataError, RunFailed, UserError, first_error
 from argosy.files import atomic_write, expanded, make_folder
@@ -264,10 +264,12 @@ def check_data(run: RunConfig) -> None:
 def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
     check_data(run)
     if run.data.prepare.input:
-        is_prepared = (run.data.prepare.out / MANIFEST).exists()
+        is_prepared, remote = (run.data.prepare.out / MANIFEST).exists(), run.data.prepare.remote
+        if remote:
+            check_remote(remote)
         manifest = prepare_shown(run, progress)
-        if run.data.prepare.remote:
-            upload(run.data.prepare.out, run.data.prepare.remote)
+        if remote:
+            upload(run.data.prepare.out, remote)
         if not is_prepared:
             progress.close()
             progress.say(printable(f"{run.data.prepare.out}: {manifest.in_words('--data.prepare.extensions')}"))

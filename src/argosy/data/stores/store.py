@@ -278,6 +278,15 @@ COPY_JOURNAL = ".copied.jsonl"
 """The file that notes what was copied where, so that an interrupted copy goes on."""
 
 
+def check_remote(url: str) -> None:
+    """Ask for prepared data at `url`, before hours are spent on what could not be copied there.
+
+    Raises: UserError if the store refuses; RunFailed if it cannot be reached.
+    """
+    store = Store(url, REMOTE_LINE)
+    patiently(f"{REMOTE_LINE}{store.url}", store.get, MANIFEST, 1)
+
+
 def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda done, files: None) -> bool:
     """Copy the prepared `folder` to `url`; False if the same is there already.
 
