@@ -103,7 +103,6 @@ def _prepare(options: Options, config: Positional) -> None:
         manifest = adopt(folder, tokenizer)
     else:
         from argosy.data.prepare import prepare
-
         from argosy.data.stores.store import check_remote
 
         _check_input(config)
