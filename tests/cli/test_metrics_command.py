@@ -23,8 +23,8 @@ def runs(tmp_path: Path) -> Path:
 def test_metrics_are_csv_json_lines_or_parquet(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["metrics", str(runs / "good"), "--columns", "step,loss", "--every", "2"]
     assert main(words) == 0
-    assert capsys.readouterr().out == "step,loss\n0,3.0\n2,3.0\n4,3.0\n"
-    lines = '{"step": 0.0, "loss": 3.0}\n{"step": 2.0, "loss": 3.0}\n{"step": 4.0, "loss": 3.0}\n'
+    assert capsys.readouterr().out == "step,loss\n1,3.0\n3,3.0\n"
+    lines = '{"step": 1.0, "loss": 3.0}\n{"step": 3.0, "loss": 3.0}\n'
     for json_words in (["--format", "json"], ["--json"], ["--json", "--format", "json"]):
         assert main([*words, *json_words]) == 0
         assert capsys.readouterr().out == lines
@@ -32,9 +32,9 @@ def test_metrics_are_csv_json_lines_or_parquet(runs: Path, capsys: pytest.Captur
     assert main([*words, "--format", "parquet", "--out", str(path)]) == 0
     import pyarrow.parquet
 
-    assert pyarrow.parquet.read_table(path).to_pydict() == {"step": [0, 2, 4], "loss": [3.0, 3.0, 3.0]}
+    assert pyarrow.parquet.read_table(path).to_pydict() == {"step": [1, 3], "loss": [3.0, 3.0]}
     assert main([*words, "--json", "--format", "csv", "--out", str(path)]) == 0
-    assert json.loads(capsys.readouterr().out)["out"] == str(path) and path.read_text().startswith("step,loss\n0,3.0\n")
+    assert json.loads(capsys.readouterr().out)["out"] == str(path) and path.read_text().startswith("step,loss\n1,3.0\n")
     assert main(["metrics", str(runs / "good"), "--json"]) == 0
     assert "loss" in json.loads(capsys.readouterr().out)["keys"]
 

@@ -285,7 +285,8 @@ def test_the_keys_of_a_run_are_those_of_its_line(reader: RunReader) -> None:
 
 
 def test_steps_become_columns(reader: RunReader) -> None:
-    assert table_of_steps(reader, ["step", "loss"], 2, 9, 3) == {"step": [3, 6, 9], "loss": [3.0, 6.0, 9.0]}
+    assert table_of_steps(reader, ["step", "loss"], 2, 9, 3) == {"step": [2, 5, 8], "loss": [2.0, 5.0, 8.0]}
+    assert table_of_steps(reader, ["loss", "val"], every=5) == {"loss": [4.0, 9.0], "validation_loss": [3.5, 3.25]}
     assert table_of_steps(reader, ["loss"], 9) == {"loss": [9.0, None]}
     assert table_of_steps(reader, ["step", "val"]) == {"step": [4, 9], "validation_loss": [3.5, 3.25]}
     both = table_of_steps(reader, ["loss", "val"], 3, 5)

@@ -32,7 +32,7 @@ class Options:
     columns: str = ""
     """Keys, separated by commas, or `all`; without it, the keys that there are are listed."""
     every: int = 1
-    """Print one step in this many."""
+    """Print one step in this many: with 10, the steps 9, 19, ..., after which runs evaluate."""
     from_step: Annotated[int, tyro.conf.arg(name="from")] = 0
     """First step."""
     to_step: Annotated[int | None, tyro.conf.arg(name="to")] = None

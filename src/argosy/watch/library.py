@@ -383,8 +383,9 @@ def table_of_steps(
 ) -> dict[str, list[Any]]:
     """Return columns by name, of every so many steps from `first` to `last`; what is not known or not finite is None.
 
-    `all`: every key. Keys of evaluations stand at the steps that they followed; if only such keys are asked for, other
-    steps are left out. Raises: UserError for a key that the run does not have.
+    every: with 10, the steps 9, 19, ..., as evaluations and norms are due. `all`: every key. Keys of evaluations stand
+    at the steps that they followed; if only such keys are asked for, other steps are left out.
+    Raises: UserError for a key that the run does not have.
     """
     steps, evaluations = reader.steps, reader.evaluations
     keys, known = set(reader.keys()), keys_of_steps(reader)
@@ -396,7 +397,7 @@ def table_of_steps(
     at = steps[STEP_COLUMN]
     if not any(name in keys for name in asked if name != STEP_COLUMN):
         at = evaluations[STEP_COLUMN] if set(asked) != {STEP_COLUMN} else at
-    at = at[(at >= first) & (at <= (math.inf if last is None else last)) & (at % every == 0)]
+    at = at[(at >= first) & (at <= (math.inf if last is None else last)) & (at % every == every - 1)]
     return {
         name: [int(step) for step in at]
         if name == STEP_COLUMN
