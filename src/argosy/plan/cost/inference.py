@@ -212,7 +212,9 @@ class ServingModel:
         self.draft, self.options = draft or Draft(), options or ServingOptions()
         self.work, self.rates, self.cut, self.formats = work, rates, cut, formats
         self.constants = constants
-        self.cached_layers = work.layers if cached_layers is None else cached_layers
+        self.cached_layers = self.scored_layers = work.layers if cached_layers is None else cached_layers
+        if cached_layers is None:  # of a prompt, layers with windows score less than half, gated delta-nets nothing
+            self.scored_layers = work.layers * (2 * work.attention_span / work.seq_len)
         self.ep = np.maximum(cut.tp, cut.experts)
 
     @property
@@ -303,7 +305,7 @@ class ServingModel:
     def _attention_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
         """Return the seconds of attention, of reading the cache, and of what moves through memory outside matmuls."""
         work, rates, constants, tp = self.work, self.rates, self.constants, self.cut.tp
-        widths = work.heads * (work.key_width + work.value_width) * (self.cached_layers - work.delta_layers)
+        widths = work.heads * (work.key_width + work.value_width) * self.scored_layers
         flops = 2 * tokens * span * widths + tokens * work.delta_layers * work.delta_flops_per_token
         rate = tp * rates.half * rates.achieved_half * constants.attention
         scores = flops / rate
