@@ -95,6 +95,13 @@ def test_files_that_cannot_be_read_say_where(tmp_path: Path, change: tuple[str, 
         learn_from_file(path, CLUSTER, "vLLM")
 
 
+def test_a_cache_of_windows_fits_however_long_the_prompt(tmp_path: Path) -> None:
+    """50 GB of 100,000 tokens beside 54 GB of weights would not: 52 of 62 layers keep 1024 tokens."""
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{','.join(MEASURED_COLUMNS)}\ngemma3-27b,1,1,bf16,1,100000,512,tpot,0.03\n")
+    assert learn_from_file(path, CLUSTER, "vLLM")[1] == 1
+
+
 def test_milliseconds_are_not_taken_for_seconds(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.csv", POPULATION)
     head, first, *rest = path.read_text().splitlines()

@@ -171,11 +171,11 @@ class _Measured:
             run = load(None, {"model.preset": cells["model"]}, overrides_mark="")
         except UserError as error:
             raise UserError(f"--learn {path}: line {line}: {error}") from None
-        self._work = Workload.of_model(run.model, 1, 1)
         self._rates, self._cut = rates, ReplicaCut(number("tp"), number("pp"))
         self._formats = formats_of(cluster.device, rates, one_of("precision", BYTES_OF_WEIGHT), next(iter(CACHES)))
         self._options = options
         self._traffic = ServingLoad(number("batch_or_concurrency"), number("input_len"), number("output_len"))
+        self._work = Workload.of_model(run.model, int(self._traffic.prompt + self._traffic.output), 1)
         taken, where = float(self._cut.tp) * float(self._cut.pp), f"--learn {path}: line {line}"
         if taken > cluster.devices:
             raise UserError(
