@@ -327,6 +327,7 @@ def test_serving(ask: Any) -> None:
         ([*SERVED, "--weights", "|"], "--weights |: not known. Try fp32, "),
         ([*SERVED, "--rate", "1", "--tpot-ms", "0.1"], "nothing answers 95 of 100 requests within 0.10 ms between"),
         ([*SERVED, "--prompt-len", "1M"], "--prompt-len and --output-len: 1000512 tokens together are more than"),
+        (["demo", "--cluster", "8xh100", "--serve", "--prompt-len", "9k"], "--prompt-len and --output-len: 9512 "),
         ([*SMALL, "--rate", "3"], "--rate says something about serving. Add --serve"),
         ([*SMALL, "--kv-cache", "fp8"], "--kv-cache says something about serving. Add --serve"),
         (["--learn", "rows.csv", "--cluster", "none.toml"], "none.toml is not one"),

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -226,13 +226,13 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
 
     names = ("global_batch", "seq_len", "tokens", "finetune", "lora", "lora_base", "objective", "fix", "top")
     given = {name: getattr(options, name) for name in names}
-    if options.serve and options.model is not None:
+    if options.serve:
         given["seq_len"] = (options.prompt_len or PROMPT_LEN) + (options.output_len or OUTPUT_LEN)
     asked = Question(**given, serving=options.serve, price=price)
     if options.model is None:
         from argosy.launch.devices import devices_of_run
 
-        run = _run(str(options.run), asked)
+        run = _run(str(options.run), replace(asked, seq_len=options.seq_len))
         return of_run(run, Cluster.parse(cluster) if cluster else devices_of_run(run), asked)
     if cluster is None:
         raise UserError(

@@ -104,6 +104,8 @@ def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanReq
     Of `asked`, batch and length of a sequence are the run's already. Raises: UserError.
     """
     run, assumed = _with_vocabulary(run)
+    if asked.serving and asked.seq_len is not None:
+        run = _of_length(run, asked.seq_len)
     tokens, more = _tokens(asked)
     if not tokens and run.train.steps:
         tokens = float(run.tokens_before(run.train.steps))
@@ -191,6 +193,13 @@ def _run_of_model(
     sizes = {"data.seq_len": seq_len, "train.global_batch": batch}
     whole = load(None, chosen | asked.keys | sizes, overrides_mark="--")
     return whole.model_copy(update={"model": run.model}), assumed + more, of_batch
+
+
+def _of_length(run: RunConfig, tokens: int) -> RunConfig:
+    """Return the run with sequences of so many tokens, which its model is to serve. Raises: UserError if it cannot."""
+    if tokens > max(run.model.max_seq_len, _stretched(run.model)):
+        raise UserError(_too_long(tokens, run.model, serving=True))
+    return run.model_copy(update={"data": run.data.model_copy(update={"seq_len": tokens})})
 
 
 def _stretched(model: ModelConfig) -> float:
