@@ -316,7 +316,9 @@ def test_a_damaged_shard_ends_the_run_and_says_which_samples(sharded, tmp_path):
 
 def test_a_damaged_shard_is_left_out_by_all_ranks(workers, sharded, tmp_path):
     run = run_config(sharded, data={"on_bad_shard": "skip"})
-    records = workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path / "two")[0]
+    replayed = run_config(sharded, data={"on_bad_shard": "skip"}, resilience={"replay_check_every_steps": 1})
+    records = workers.run(2, train_in, replayed, eager("dp_replicate=2"), tmp_path / "two")[0]
+    assert not events(tmp_path / "two", "gradient_corrupt")
     ledger = read_ledger(records)
     assert (ledger.committed, ledger.problems) == (8 * BATCH, ())
     alone = train_in(ALONE, run, EAGER, tmp_path / "one")

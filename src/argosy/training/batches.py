@@ -52,8 +52,14 @@ class Batches:
     def of_rank(self, rank: int, step: int) -> list[Microbatch]:
         """Return the share of data-parallel rank `rank`."""
         loader = self._loader.of(self._rows_of(rank))
-        rows = loader.read(step)
-        loader.close()
+        try:
+            rows = loader.read(step)
+        except BadShard:
+            if not self._skips_bad_shards:
+                raise
+            rows = self._stand_in(loader, step)  # as that rank does
+        finally:
+            loader.close()
         return self._microbatches(rows, loader, step, rank)
 
     def samples(self, step: int) -> list[Range]:
@@ -136,17 +142,25 @@ class Batches:
         try:
             rows = self._loader.batch(step, while_waiting)
         except BadShard as problem:
-            skips = self._run.data.on_bad_shard == "skip"
+            skips = self._skips_bad_shards
             facts = {"samples": [list(some) for some in self.samples(step)], "problem": str(problem)}
             self._events.write("bad_shard", step=step, **facts, outcome="quarantined" if skips else "stop")
             if not skips:
                 raise
             # All ranks have to go through the step before all can know of it.
             self._found_bad = [problem.place]
-            return self._loader.stand_in(step, 1 if self._data.eod_id == 0 else 0)
+            return self._stand_in(self._loader, step)
         if replaced := self._loader.replaced(step):
             self._events.write("samples_replaced", step=step, samples=replaced)
         return rows
+
+    @property
+    def _skips_bad_shards(self) -> bool:
+        return self._run.data.on_bad_shard == "skip"
+
+    def _stand_in(self, loader: Loader, step: int) -> np.ndarray:
+        """Return what a rank computes from in place of rows that cannot be read."""
+        return loader.stand_in(step, 1 if self._data.eod_id == 0 else 0)
 
     def _rows_of(self, rank: int) -> slice:
         return self._plan.rows_of(rank, self._run.train.global_batch)
