@@ -26,11 +26,11 @@ from argosy.config.train import ALL_LINEAR, LoraConfig
 from argosy.data.stores.model_folder import model_folder, new_folder
 from argosy.data.stores.store import is_url
 from argosy.errors import UserError
-from argosy.models.hf import table_of
+from argosy.models.hf import ADAPTER_CONFIG, table_of
 from argosy.models.hf_names import Conversion, conversions_of
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
 
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_TENSORS = "adapter_model.safetensors"
 MOST_ADAPTER_CONFIG_BYTES, MOST_ADAPTER_BYTES = 2**24, 2**36
 PEFT_PREFIX = "base_model.model."
 INNER_SUFFIX, OUTER_SUFFIX, MAGNITUDE_SUFFIX = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
