@@ -65,6 +65,14 @@ def test_what_is_far_above_the_steps_before_is_bad(loss, norm, reason):
     assert bad == (BadStep(100, reason, loss, norm, *largest, in_a_row=1) if reason else None)
 
 
+@pytest.mark.parametrize("usual", [3.0, -3.0])  # a loss of one's own may be below zero
+def test_where_losses_hardly_vary_a_percent_is_no_spike(usual):
+    steps = policy()
+    steps.remember((step, usual, 0.5) for step in range(100))
+    assert steps.decide(100, usual + 0.03, 0.5) == (APPLY, None)
+    assert twice(steps, 101, usual + 3.0, 0.5)[0] is SKIP
+
+
 @pytest.mark.parametrize("on_bad_step", ["skip", "rewind", "stop"])
 @pytest.mark.parametrize(("loss", "norm"), [*NOT_FINITE, (5.0, 0.6), (3.1, 50.0)])
 def test_what_is_good_when_it_is_done_again_was_no_bad_step(on_bad_step, loss, norm):

@@ -135,7 +135,7 @@ class BadStepPolicy:
         """Return the largest loss and gradient norm of `step` that are not bad; infinite while there is no telling."""
         if len(self._losses) < self._compares_from or self._stage_of(step) != self._stage:
             return math.inf, math.inf
-        least_sigma = LEAST_LOSS_SIGMA * statistics.median(self._losses)
+        least_sigma = LEAST_LOSS_SIGMA * abs(statistics.median(self._losses))
         loss = _limit(self._losses, self._settings.loss_spike_sigmas, least_sigma)
         log_norm = _limit(self._log_norms, self._settings.norm_outlier_sigmas, LEAST_NORM_SIGMA)
         return loss, math.exp(min(log_norm, 700.0))
