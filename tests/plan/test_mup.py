@@ -10,7 +10,7 @@ import pytest
 from argosy.config.load import load
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
-from argosy.plan.mup import DIMS, folded_factor, initial_factor, logit_factor, query_factor, rate_factor
+from argosy.plan.mup import DIMS, FEW_OUTPUTS, folded_factor, initial_factor, logit_factor, query_factor, rate_factor
 from argosy.plan.parameters import parameter_table, state_table
 
 WIDE: dict[str, Any] = {
@@ -68,10 +68,20 @@ def test_experts_latents_biases_and_routers_have_factors_of_their_own():
     assert found["attention.q_up.weight"] == found["attention.kv_down.weight"] == (0.5, 0.25)
 
 
-def test_every_matrix_has_its_factor():
-    names = {name for name, p in parameter_table(model(**ALL_PARTS)).items() if len(p.shape) > 1}
-    known = {name for name in names if set(name.split(".")) & {*DIMS, "router", "embedding", "head"}}
+@pytest.mark.parametrize("parts", [{"mtp": {"modules": 1}}, {"score": True}], ids=str)
+def test_every_matrix_has_its_factor(parts):
+    config = model(**ALL_PARTS | parts | {"moe": {**EXPERTS, "shared_gate": True}})
+    names = {name for name, p in parameter_table(config).items() if len(p.shape) > 1}
+    known = {name for name in names if set(name.split(".")) & {*DIMS, *FEW_OUTPUTS, "embedding", "head"}}
     assert known == names
+
+
+def test_gates_and_scores_of_one_number_are_as_routers_and_projections_as_hidden_matrices():
+    parts = {"mup": {"base_width": 32}, "mtp": {"modules": 1}}
+    found = factors(model(**ALL_PARTS | parts | {"moe": {**EXPERTS, "shared_gate": True}}))
+    assert found["mlp.shared_gate.weight"] == found["mlp.router.weight"] == (0.25, 0.25)
+    assert found["mtp.2.projection.weight"] == (0.5, 0.25)
+    assert factors(model(score=True, mup={"base_width": 32}))["score.weight"] == (0.25, 0.25)
 
 
 def test_muons_steps_keep_the_spectral_norm_that_a_matrix_of_this_shape_has_to_move_by():

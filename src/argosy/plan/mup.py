@@ -9,7 +9,8 @@ Yang & Hu 2021, "Tensor Programs V", table 8, for optimizers whose step does not
     attention                   q k / d in place of q k / sqrt(d)
 
 A router's outputs are as many for every width, as the head's are. It has the other form of the same rule (table 3):
-standard deviation and learning rate over the growth of its inputs, without a multiplier. Muon's step is an orthogonal
+standard deviation and learning rate over the growth of its inputs, without a multiplier. So have a gate of one number
+and the head of a reward model. Muon's step is an orthogonal
 matrix times a size: its spectral norm has to stay as sqrt(outputs / inputs) does (Yang, Simon & Bernstein 2023, "A
 spectral condition for feature learning").
 """
@@ -41,16 +42,18 @@ DIMS: Mapping[str, tuple[str, str]] = {
     "gate": ("ffn_width", "width"),
     "up": ("ffn_width", "width"),
     "down": ("width", "ffn_width"),
+    "projection": ("width", "width"),  # of multi-token prediction
 }
 """Module of a hidden matrix -> the sizes that its outputs and its inputs grow with."""
-ROUTER = "router"
+FEW_OUTPUTS = ("router", "shared_gate", "score")
+"""Modules with as many outputs for every width."""
 
 
 def initial_factor(name: str, model: ModelConfig) -> float:
     """Return the factor on the standard deviation of a parameter's initial values."""
     if not model.mup.base_width or (module := _matrix(name)) is None:
         return 1.0
-    if module == ROUTER:
+    if module in FEW_OUTPUTS:
         return 1 / growth(model)["width"]
     return _grown(name, module, model)[1] ** -0.5
 
@@ -59,7 +62,7 @@ def rate_factor(name: str, shape: tuple[int, ...], rule: str, model: ModelConfig
     """Return the factor on the learning rate of a parameter of this whole `shape` that is updated by `rule`."""
     if not model.mup.base_width or (module := _matrix(name)) is None:
         return 1.0
-    if module == ROUTER:
+    if module in FEW_OUTPUTS:
         return 1 / growth(model)["width"]
     outputs, inputs = _grown(name, module, model)
     if rule != "muon":
@@ -101,10 +104,10 @@ def growth(model: ModelConfig) -> dict[str, float]:
 
 
 def _matrix(name: str) -> str | None:
-    """Return the module of a hidden matrix, or a router; None for what does not change with the width."""
+    """Return the module of a matrix; None for what does not change with the width."""
     *modules, last = name.split(".")
     module = modules[-1] if last == "weight" else last  # stacks of experts' matrices are named by themselves
-    return module if module in DIMS or module == ROUTER else None
+    return module if module in DIMS or module in FEW_OUTPUTS else None
 
 
 def _grown(name: str, module: str, model: ModelConfig) -> tuple[float, float]:
