@@ -23,7 +23,7 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.data.chat_template import TOKENIZER_CONFIG
-from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
+from argosy.data.stores.model_folder import ADAPTER_CONFIG, Destination, ModelFolder, model_folder, new_folder
 from argosy.errors import ArgosyWarning, UserError, some_of
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
@@ -38,8 +38,6 @@ from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
 
 HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-"""The settings of an adapter in PEFT's folder."""
 MOST_CONFIG_BYTES = 256 * 2**20
 """No config or index is larger: that of 671B parameters has 9 MB."""
 SHARD_BYTES = 5 * 10**9
@@ -261,15 +259,11 @@ def import_config(place: str | Path, named: str = "") -> ModelConfig:
 
 
 def _config_of(folder: ModelFolder, name: str = HF_CONFIG) -> dict[str, Any]:
-    if folder.size(name) is None and folder.size(ADAPTER_CONFIG) is not None:
-        raise UserError(
-            f"{folder.name} holds an adapter alone, in PEFT's format. Join it to the weights that it was trained "
-            "beside: argosy checkpoint import FOLDER --base WEIGHTS --out RUN."
-        )
     if folder.size(name) is None:
-        raise UserError(
-            f"{folder.where(name)} is not there. Give a Hugging Face folder: {HF_CONFIG} and *.safetensors."
-        )
+        remedy = f"Give a Hugging Face folder: {HF_CONFIG} and *.safetensors."
+        if folder.size(ADAPTER_CONFIG) is not None:
+            remedy = "An adapter alone is: argosy checkpoint import FOLDER --base WEIGHTS --out RUN joins both."
+        raise UserError(f"{folder.where(name)} is not there. {remedy}")
     return table_of(folder.content(name, MOST_CONFIG_BYTES), folder.where(name))
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.config.train import ALL_LINEAR, LoraConfig
-from argosy.data.stores.model_folder import model_folder, new_folder
+from argosy.data.stores.model_folder import ADAPTER_CONFIG, model_folder, new_folder
 from argosy.data.stores.store import is_url
 from argosy.errors import UserError
-from argosy.models.hf import ADAPTER_CONFIG, table_of
+from argosy.models.hf import table_of
 from argosy.models.hf_names import Conversion, conversions_of
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
 

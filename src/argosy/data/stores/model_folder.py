@@ -19,6 +19,8 @@ ExportFormat = Literal["safetensors", "gguf", CompressedFormat]
 ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
 GgufType = Literal["bf16", "f16", "q8_0", "q4_0"]
 HUB = "hf://"
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which a folder of PEFT is known: an adapter, without its weights."""
 _HUB_NAME = re.compile(r"[^/]+/[^/]+")
 
 
