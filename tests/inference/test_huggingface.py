@@ -34,7 +34,7 @@ TOKENS = torch.randint(0, 400, (2, 16), generator=torch.Generator().manual_seed(
 @pytest.fixture(scope="module")
 def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("huggingface") / "model"
-    export_checkpoint(trained, out)
+    export_checkpoint(str(trained), str(out))
     return out
 
 
@@ -64,7 +64,7 @@ def logits(run_dir: Path) -> torch.Tensor:
 
 
 def test_there_and_back_the_model_computes_the_same(trained, exported, tmp_path):
-    import_checkpoint(exported, tmp_path / "back")
+    import_checkpoint(str(exported), str(tmp_path / "back"))
     assert torch.equal(logits(tmp_path / "back"), logits(trained))
     assert generate(tmp_path / "back", "def ") == generate(trained, "def ")
 

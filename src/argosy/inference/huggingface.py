@@ -49,7 +49,7 @@ EXPORT_DTYPES = {"stored": None} | FLOAT_DTYPES
 
 
 def export_checkpoint(
-    path: Path,
+    path: str | Path,
     out: str | Path,
     dtype: ExportDtype | None = None,
     trust_code: bool = False,
@@ -70,7 +70,7 @@ def export_checkpoint(
     it cannot be written.
     """
     check_format(format, dtype, gguf_type)
-    found = open_checkpoint(path, trust_code)
+    found = open_checkpoint(Path(path), trust_code)
     load_family(found.run)
     run_dir = found.run_dir
     tokenizer = run_dir / TOKENIZER if (run_dir / TOKENIZER).is_file() else None
@@ -109,7 +109,7 @@ def check_format(format: ExportFormat, dtype: ExportDtype | None, gguf_type: Ggu
         )
 
 
-def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
+def import_checkpoint(folder: str | Path, run_dir: str | Path) -> None:
     """Turn a Hugging Face folder, here or at a URL, into the run folder `run_dir` with one checkpoint, of step 0,
     weights only.
 
@@ -117,6 +117,7 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     Raises: UserError if `run_dir` exists, or if our decoder would compute the folder's model differently; StorageError
     if it cannot be written.
     """
+    run_dir = Path(run_dir)
     refuse_existing(run_dir)
     run, weights, tokenizer = run_of_folder(folder)
     write_run(run, weights, run_dir, tokenizer, usage_of(folder))
