@@ -139,6 +139,16 @@ def test_only_the_steps_of_a_run_are_compared_on_this_machine(corpus: Path, monk
         assert each.launch.nodes == 1 and not each.launch.lease
 
 
+@pytest.mark.parametrize("words, tolerance", [("zero=1", TOLERANCE), ("sync=int8", None), ("reduce=bf16", None)])
+def test_a_plan_that_rounds_more_than_fp32_has_no_limit(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, words: str, tolerance: float | None
+) -> None:
+    monkeypatch.setattr("argosy.compare.parity.train", lambda *_, **__: None)
+    monkeypatch.setattr("argosy.compare.parity.compare", lambda *_: Differences(SAME, SAME, SAME))
+    run = run_config(corpus).model_copy(update={"plan": f"dp_replicate=2,{words}"})
+    assert parity(run).tolerance == tolerance
+
+
 def test_a_run_of_no_steps_is_refused(corpus: Path) -> None:
     with pytest.raises(UserError, match="at least 1"):
         parity(run_config(corpus).model_copy(update={"plan": "tp=2"}), steps=0)

@@ -99,7 +99,7 @@ def parity(
     wrong updates show.
 
     tolerance: largest relative difference of the loss (`LOOSER` gives the others'); None means `TOLERANCE` for a plan
-    in fp32, and no limit for others. trust_code: approve and run code that the run brings along. say: called with a
+    all in fp32, and no limit for others. trust_code: approve and run code that the run brings along. say: called with a
     line when each half is done.
 
     Raises: UserError, before any process starts, if the plan cannot train the run or nothing repeats it; RunFailed if a
@@ -123,7 +123,8 @@ def parity(
         _train(run, plan, together)
         tell(f"{plan}, {counted(steps, 'step')}: done")
         differences = compare(alone, together)
-    if tolerance is None and (plan.precision, plan.weights, plan.reduce) == ("fp32", "fp32", "fp32"):
+    in_fp32 = (plan.precision, plan.weights, plan.reduce) == ("fp32", "fp32", "fp32") and not plan.is_compressed
+    if tolerance is None and in_fp32:
         tolerance = TOLERANCE
     return Parity(str(reference), str(plan), steps, tolerance, differences)
 
