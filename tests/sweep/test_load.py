@@ -100,6 +100,7 @@ def test_a_run_that_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
         (varied, "run is missing"),
         (f'run = "no.toml"\n{varied}', r'lr.toml:1: run = "no.toml": .*no such run file'),
         (f"{varied}[run.train]\nstep = 3\n", "lr.toml:4: train.step = 3: unknown key; did you mean train.steps"),
+        (f"{varied}[[run.sites]]\nname = 'oslo'\n[[run.sites]]\nname = 'lyon'\n", r"its run has \[\[sites\]\]"),
         (f"{varied}[run.launch]\nnodes = 2\n", "lr.toml: launch.nodes = 2 in its run, and a trial is on one"),
     ):
         with pytest.raises(UserError) as refused:

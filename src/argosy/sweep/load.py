@@ -195,6 +195,8 @@ def load_sweep(path: Path) -> Sweep:
     base = _base(path, config, inline, lines)
     if base.launch.nodes > 1:
         raise UserError(f"{path}: launch.nodes = {base.launch.nodes} in its run, and a trial is on one. Leave it out.")
+    if base.sites:
+        raise UserError(f"{path}: its run has [[sites]], and a trial has metrics of its own. Leave them out.")
     source = Source(str(path), where)
     places = {name: source.place(("parameters", name)).text for name in config.parameters}
     if not config.parameters:
