@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from argosy.cli import main
 from argosy.observe import stacks
 from argosy.observe.stacks import groups, in_words, threads_of
 
@@ -97,3 +98,11 @@ def test_one_that_is_gone_is_not_asked() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     stacks.ask(process.pid)
+
+
+def test_of_a_run_of_several_sites_one_is_to_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "sites" / "oslo"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.toml").touch()
+    assert main(["stacks", str(tmp_path)]) == 2
+    assert f"Name one, such as {tmp_path}/sites/oslo" in capsys.readouterr().err

@@ -32,6 +32,7 @@ from argosy.observe.stacks import in_words
 from argosy.observe.terminal import printable
 from argosy.processes.child import wait_until
 from argosy.supervise.stack_gatherer import STACKS_FOLDER, STACKS_REQUEST, NodeStacks
+from argosy.sync.layout import SITES
 
 STACKS_LOOK_S = 0.1
 KEPT = 20
@@ -79,6 +80,10 @@ def _nodes(run_dir: Path) -> int:
         raise UserError(f"{run_dir}: no such folder. Name the folder of a run that trains, such as runs/demo.")
     if not (run_dir / "run.toml").is_file():
         raise UserError(f"{run_dir}: not a run: it has no run.toml. Name the folder of a run, such as runs/demo.")
+    if of_sites := sorted((run_dir / SITES).glob("*/run.toml")):
+        raise UserError(
+            f"{run_dir}: each of its sites has processes of its own. Name one, such as {of_sites[0].parent}."
+        )
     locks = sorted(run_dir.glob(".lock*"))
     if not any(_is_held(lock) for lock in locks):
         raise UserError(f"{run_dir} is not being trained now. Its last events are in {run_dir}/events.")
