@@ -78,6 +78,8 @@ def test_the_run_is_a_file_a_preset_or_a_table(tmp_path: Path) -> None:
         ("method = 'bayes'\n[parameters]\nseed = [1]", 'lr.toml:1: method = "bayes": must be one of "grid"'),
         ("trails = 3\n[parameters]\nseed = [1]", "lr.toml:1: trails = 3: unknown key; did you mean trials"),
         ("metric = 'val_loss'\n[parameters]\nseed = [1]", "lr.toml:1: metric = .*did you mean validation_loss"),
+        ("metric = 'tasks.arc.acc'\n[parameters]\nseed = [1]", 'lr.toml:1: metric = .*say direction = "maximize"'),
+        ("metric = 'mfu'\n[parameters]\nseed = [1]", 'lr.toml:1: metric = .*say direction = "maximize"'),
         ("method = 'grid'\n[parameters]\noptimizer.lr = { min = 1e-3, max = 1 }", "lr.toml:3: .*no end of values"),
         ("method = 'grid'\n[parameters]\nseed = { min = 0, max = 4e9 }", "lr.toml:1: the grid has more than 2,000"),
         ("method = 'grid'\ntrials = 4\n[parameters]\nseed = [1]", "lr.toml:2: trials = 4: grid knows its"),
@@ -115,7 +117,7 @@ def test_values_that_go_together_in_some_trials_only_are_no_mistake_of_a_random_
 
 @pytest.mark.parametrize("metric", ["bits_per_byte", "validation_accuracy", "reward_accuracy", "tasks.arc.acc"])
 def test_what_is_learned_may_decide_early(tmp_path: Path, metric: str) -> None:
-    text = f"metric = '{metric}'\nmethod = 'halving'\n[parameters]\nseed = [0, 1, 2]\n"
+    text = f"metric = '{metric}'\ndirection = 'maximize'\nmethod = 'halving'\n[parameters]\nseed = [0, 1, 2]\n"
     assert sweep_of(tmp_path, text).config.metric == metric
 
 

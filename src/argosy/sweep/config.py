@@ -96,7 +96,7 @@ class SweepConfig(Section):
     """The metric that decides: a key of metrics.jsonl, such as validation_loss, bits_per_byte or tokens_per_s; nested
     ones with a dot. Of an evaluation the last one counts, of steps the mean of the last tenth."""
     direction: Literal["minimize", "maximize"] = "minimize"
-    """The best trial has the least metric, or the greatest."""
+    """The best trial has the least metric, or the greatest; accuracies, speeds and scores of tasks need this key."""
     seed: NonNegativeInt = 0
     """Random seed of the values that are drawn; the seed of the runs is theirs."""
     parallel: Parallel = Parallel()

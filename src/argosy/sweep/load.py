@@ -135,6 +135,7 @@ NOT_VARIED = {
 """Keys of a run that cannot vary, and why."""
 LEARNED_METRICS = ("validation_loss", "bits_per_byte", "validation_accuracy", "loss", "reward_accuracy")
 SWEEP_METRICS = (*LEARNED_METRICS, "grad_norm", "step_time_s", "tokens_per_s", "mfu", "memory_bytes")
+MOSTLY_MAXIMIZED = ("validation_accuracy", "reward_accuracy", "tokens_per_s", "mfu")
 METRIC_TABLES = ("user", "tasks", "seconds", "communication", "memory", "experts")
 """Tables in a line of metrics.jsonl."""
 MOST_COMBINATIONS = 2_000
@@ -321,14 +322,14 @@ def _check_value(key: Key, value: Any, place: str) -> None:
 
 
 def _check_metric(sweep: Sweep, source: Source) -> None:
-    metric, base = sweep.config.metric, sweep.base
+    metric, base, place = sweep.config.metric, sweep.base, source.place(("metric",)).text
     own = [f"user.{name}" for name in base.extend.declared("metric")]
     known = metric in SWEEP_METRICS or metric.partition(".")[0] in METRIC_TABLES or metric in own
     if not known:
-        place = source.place(("metric",)).text
         raise UserError(f"{place}metric = {shown(metric)}: unknown; {near_names(metric, [*SWEEP_METRICS, *own])}")
+    if "direction" not in sweep.config.model_fields_set and (metric in MOSTLY_MAXIMIZED or metric.startswith("tasks.")):
+        raise UserError(f'{place}metric = {shown(metric)}: say direction = "maximize", or "minimize" if less is best.')
     if metric in SWEEP_METRICS and metric not in LEARNED_METRICS and sweep.config.method in ("halving", "hyperband"):
-        place = source.place(("metric",)).text
         raise UserError(
             f"{place}metric = {shown(metric)} is not learned, so {sweep.config.method} has nothing to judge early. "
             'Take method = "grid" or "random".'
