@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from argosy import faults
+from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.weights import write_weights
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
+from argosy.models.lazy_weights import HeldWeights
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events, Metrics, read_lines
 from argosy.observe.report import Report
@@ -35,7 +38,7 @@ from argosy.training.state import TrainState
 from argosy.training.step import Step
 from argosy.training.stop import StopSignal
 from parameter_servers import asynchronous, serving, together, work
-from tiny import eager, losses, train_in, weights
+from tiny import MODEL, decoder, eager, losses, train_in, weights
 
 
 def lines(run_dir):
@@ -59,6 +62,21 @@ def test_one_worker_is_plain_training_bit_for_bit(corpus, tmp_path, servers):
     expected, found = weights(tmp_path / "plain"), weights(tmp_path / "async")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert {line["staleness"] for line in lines(tmp_path / "async")} == {0}
+
+
+def test_workers_take_over_what_no_run_trains_too(corpus, tmp_path):
+    model = decoder(layer_scale=True)
+    for block in model.blocks.values():
+        torch.nn.init.constant_(block.layer_scale, 0.5)
+    about = {"step": 0, "tokens": 0, "saved_at_s": 0.0, "plan": "", "data_identity": "", "has_optimizer": False}
+    write_weights(tmp_path / "base", CheckpointManifest(**about, files={}), HeldWeights(model.state_dict()))
+    keys = {**MODEL, "layer_scale": True, "weights": tmp_path / "base"}
+    run = asynchronous(corpus, model=keys, train={"steps": 1}, evaluate={"every_steps": 0})
+    with serving(run, tmp_path / "async"):
+        assert work(run, tmp_path / "async", "A")
+    plain = run.model_copy(update={"plan": "microbatch=4", "sites": ()})
+    records = train_in(World(), plain, eager("microbatch=4"), tmp_path / "plain")
+    assert losses(Metrics(tmp_path / "async").read()) == losses(records)
 
 
 def test_workers_that_take_turns_give_the_bits_of_plain_training(corpus, tmp_path, monkeypatch):

@@ -285,7 +285,7 @@ class Servers(Agreement):
     def _own_parts(self, vectors: list[F32], names: Collection[str] | None = None) -> Iterator[tuple[PlacedPiece, F32]]:
         """Yield this rank's pieces, those of `names` or all, with their part of the servers' vectors."""
         for number, flat in enumerate(self._layout.flats):
-            for piece in self._model.masters:
+            for piece in (*self._model.masters, *self._model.frozen):
                 if piece.name in flat.shapes and piece.value.numel() and (names is None or piece.name in names):
                     yield piece, flat.part(vectors[number], *piece.place)
 
