@@ -91,10 +91,11 @@ def test_what_costs_most_by_being_late_goes_first():
     assert found["rich"].end_s <= 15.2 * H < found["poor"].end_s
 
 
-def test_an_elastic_job_takes_what_becomes_free_and_a_rigid_one_does_not():
-    held = job("held", 400, 32, elastic=False, priority=100.0)
+@pytest.mark.parametrize("ready_s", [0.0, 1000 * H])
+def test_an_elastic_job_takes_what_becomes_free_and_a_rigid_one_does_not(ready_s):
+    held = job("held", 400, 32, elastic=False, priority=100.0, ready_s=ready_s)
     for elastic in (True, False):
-        jobs = [held, job("mine", 2000, elastic=elastic)]
+        jobs = [held, job("mine", 2000, elastic=elastic, ready_s=ready_s)]
         found = by_name(placed(jobs, {"c": 64}, Decisions((0, 1), (1.0, 1.0))))
         assert [stint.devices for stint in found["mine"].stints] == ([32, 64] if elastic else [64])
         check(jobs, {"c": 64}, list(found.values()))

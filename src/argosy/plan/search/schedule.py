@@ -20,7 +20,7 @@ from argosy.plan.search.replan import REPLAN_S
 TRIALS = 1500
 """Exchanges that are tried."""
 PAYS = 0.05
-"""An elastic job must end so much sooner than the best rigid one to be worth its restarts."""
+"""An elastic job must take so much less, from when it may begin, than the best rigid one to be worth its restarts."""
 NEVER_DONE = float("inf")
 
 
@@ -188,7 +188,7 @@ def placed(jobs: Sequence[PlannedJob], clusters: Mapping[str, int], decisions: D
                 for name in job.sizes
                 for way in _ways(job, name, free[name], decisions.most[at] * clusters[name], from_s)
             ),
-            key=lambda way: (way.end_s * (1 if not way.is_elastic else 1 / (1 - PAYS)), way.most),
+            key=lambda way: ((way.end_s - from_s) * (1 if not way.is_elastic else 1 / (1 - PAYS)), way.most),
         )
         for stint in best.stints:
             free[best.cluster].take(stint)
