@@ -64,6 +64,18 @@ def test_each_microbatch_s_forward_is_marked(trace: Trace):
     assert sum(isinstance(event, ForwardBegins) for event in trace.events) == len(ROWS) // 4
 
 
+def test_an_operator_moves_what_it_reads_and_writes():
+    table, x, rows = torch.ones(100, 8), torch.ones(4, 8), torch.zeros(4, dtype=torch.int64)
+    with Recorder() as recorder:
+        recorder.begin({})
+        torch.nn.functional.embedding(rows, table)  # 8 bytes a row's number, and the rows twice
+        x.copy_(torch.ops.aten._unsafe_view(x, [4, 8]))
+        torch._foreach_add_([x, x], 1.0)
+        trace = recorder.end()
+    moved = {event.name: event.moved_bytes for event in trace.events if isinstance(event, Operation)}
+    assert moved == {"aten.embedding": 32 + 2 * 128, "aten.copy_": 2 * 128, "aten._foreach_add_": 4 * 128}
+
+
 def test_work_has_its_arithmetic_its_traffic_and_its_dtype():
     x, weight = torch.ones(4, 8), torch.ones(8, 16, dtype=torch.float32)
     with Recorder() as recorder:

@@ -47,6 +47,15 @@ LEFT_BY: dict[Phase, Category] = {
 """Memory that outlives the phase that made it."""
 
 
+aten = torch.ops.aten
+NO_WORK = (aten._local_scalar_dense.default, aten._unsafe_view.default)
+"""Operators that move nothing, though they are said to make no view."""
+OVERWRITES = (aten.copy_, aten.fill_, aten.zero_)
+"""Operators that do not read their first argument."""
+LOOK_UPS = (aten.embedding, aten.gather, aten.index, aten.index_select)
+"""Operators that read as much of their first argument as they return."""
+
+
 class StepPlace(NamedTuple):
     phase: Phase
     layer: int | None
@@ -368,11 +377,23 @@ def _work(
 ) -> Operation:
     some = next(tensors_in(result), None)
     dtype = torch.float32 if some is None else some.dtype
-    moved_bytes = nbytes(args) + nbytes(result)
+    moved_bytes = _moved_bytes(operator, args, result)
     return Operation(str(operator.overloadpacket), flops_of(operator, args, result), moved_bytes, dtype, where, after)
+
+
+def _moved_bytes(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
+    """Return the bytes that an operator reads and writes; one that returns nothing writes to its arguments."""
+    schema, packet = operator._schema, operator.overloadpacket
+    written = [
+        value for a, value in zip(schema.arguments, args, strict=False) if a.alias_info and a.alias_info.is_write
+    ]
+    moved = nbytes(args) + nbytes(result if schema.returns else written)
+    if packet in OVERWRITES:
+        return moved - nbytes(args[0])
+    return moved + nbytes(result) - nbytes(args[0]) if packet in LOOK_UPS else moved
 
 
 @cache
 def _is_free(operator: torch._ops.OpOverload) -> bool:
     """Return True if the operator does nothing on the device: it makes a view, or memory without content."""
-    return is_view(operator) or "empty" in operator.name() or operator is torch.ops.aten._local_scalar_dense.default
+    return is_view(operator) or "empty" in operator.name() or operator in NO_WORK
