@@ -124,7 +124,7 @@ const BY_KEY = {
   mfu: (value, more = 0) => percent(value, 1 + more),
   step_time_s: duration,
   tokens: number,
-  validation_accuracy: percent,
+  validation_accuracy: (value, more = 0) => percent(value, 1 + more),
 };
 
 export function forKey(key) {
