@@ -246,8 +246,9 @@ def test_what_is_measured_comes_before_what_is_estimated(clock, gpu_w, cpu_w, ca
     cpus: Any = cpu_w and Counter(clock, cpu_w)
     meter = EnergyMeter(gpus, cpus, lambda: catalogue_w)
     clock.now_s += 10
+    estimated = {"total_estimated_s": 20.0} if source == "estimate" else {}
     assert meter.look([4, 5]) == {
-        "energy": {"joules": joules, "source": source, "total_joules": joules, "total_device_s": 20.0}
+        "energy": {"joules": joules, "source": source, "total_joules": joules, "total_device_s": 20.0, **estimated}
     }
 
 
@@ -274,8 +275,8 @@ def test_joules_are_whole_and_none_is_lost_and_totals_go_on_after_a_restart(cloc
     lines = [json.loads(line) for line in path.read_text().splitlines()[:10]]
     assert {type(line["energy"]["joules"]) for line in lines} == {int}
     assert sum(line["energy"]["joules"] for line in lines) in (2, 3)
-    assert totals_of(path) == (lines[-1]["energy"]["total_joules"], 10.0)
-    assert totals_of(tmp_path / "none") == (0.0, 0.0)
+    assert totals_of(path) == (lines[-1]["energy"]["total_joules"], 10.0, 10.0)
+    assert totals_of(tmp_path / "none") == (0.0, 0.0, 0.0)
 
 
 # ---- of a whole run -----------------------------------------------------------------------------------------------
@@ -322,6 +323,14 @@ def test_steps_that_no_line_knows_are_estimated_and_the_whole_is_marked_so(tmp_p
     assert found is not None and watts is not None and found.source == "estimate"
     assert found.kwh == pytest.approx((500_000 + 2600 * watts) / 3.6e6, rel=1e-3)
     assert "(an estimate)" in found.in_words()
+
+
+@pytest.mark.parametrize("estimated_s, source", [(30.0, "rapl"), (900.0, "estimate")])
+def test_a_run_of_which_much_was_estimated_is_marked_so_whatever_measures_it_now(tmp_path, estimated_s, source):
+    totals = {"total_joules": 3_600_000, "total_device_s": 3600.0, "total_estimated_s": estimated_s}
+    write_lines(tmp_path, "a", joules=1, source="rapl", **totals)
+    found = energy_of_run(tmp_path, EnergyConfig(), None, so_far(), None)
+    assert found is not None and found.source == source
 
 
 def test_a_run_from_before_there_were_lines_on_an_unknown_machine_has_no_figures(tmp_path):

@@ -107,12 +107,12 @@ class EnergyMeter:
         gpus: GpuEnergy | None,
         cpus: Rapl | None,
         watts_of_device: Callable[[], float | None],
-        totals: tuple[float, float] = (0.0, 0.0),
+        totals: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ):
         """watts_of_device: the catalogue's power for a rank's device; None if it is unknown. totals: joules and
-        device-seconds of the lines before."""
+        device-seconds of the lines before, and how many of these were estimated."""
         self._gpus, self._cpus, self._watts_of_device = gpus, cpus, watts_of_device
-        self._total_j, self._total_device_s = totals
+        self._total_j, self._total_device_s, self._estimated_s = totals
         self._fresh_j, self._source = 0.0, "estimate"
         self._ranks, self._then_s = 0, time.monotonic()
 
@@ -132,6 +132,8 @@ class EnergyMeter:
         self._fresh_j -= joules
         self._total_j += joules
         totals = {"total_joules": round(self._total_j), "total_device_s": round(self._total_device_s, 1)}
+        if self._estimated_s:
+            totals["total_estimated_s"] = round(self._estimated_s, 1)
         return {"energy": {"joules": joules, "source": self._source, **totals}}
 
     def _read(self, now_s: float) -> None:
@@ -148,13 +150,18 @@ class EnergyMeter:
         else:
             watts = self._watts_of_device()
             self._source = "" if watts is None else "estimate"
+            self._estimated_s += 0.0 if watts is None else past_s * self._ranks
             self._fresh_j += (watts or 0.0) * self._ranks * past_s
 
 
-def totals_of(path: Path) -> tuple[float, float]:
-    """Return joules and device-seconds of all lines that a node has written so far, from the last that tells."""
+def totals_of(path: Path) -> tuple[float, float, float]:
+    """Return joules and device-seconds of all lines that a node has written so far, and how many of these were
+    estimated, from the last that tells."""
     energy = _last_line(path).get("energy", {})
-    return float(energy.get("total_joules", 0)), float(energy.get("total_device_s", 0))
+    joules, device_s, estimated_s = (
+        float(energy.get(key, 0)) for key in ("total_joules", "total_device_s", "total_estimated_s")
+    )
+    return joules, device_s, estimated_s
 
 
 class CataloguePower:
@@ -196,7 +203,8 @@ def machine_started_on(run: RunConfig, hardware: Any) -> Cluster | None:
 
 JOULES_PER_KWH = 3.6e6
 UNSEEN = 0.05
-"""If more than this share of the time of the steps is in no line of a node, it is estimated."""
+"""If more than this share of the time of the steps is in no line of a node, it is estimated. If more than this share
+of a node's time was, so is the whole."""
 
 
 class Costs(BaseModel):
@@ -336,6 +344,8 @@ def _told(run_dir: Path) -> tuple[float, float, set[str]]:
             since_s = max(0.0, time.time() - float(line["time_s"])) * ranks
             of_node_j, of_node_s = of_node_j * (1 + since_s / of_node_s), of_node_s + since_s
         joules, device_s, sources = joules + of_node_j, device_s + of_node_s, sources | {str(energy["source"])}
+        if float(energy.get("total_estimated_s", 0)) > UNSEEN * of_node_s:
+            sources |= {"estimate"}
     return joules, device_s, sources
 
 
