@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,12 +82,22 @@ def test_what_became_of_trials_is_read_by_another_process(tmp_path: Path) -> Non
     assert (tmp_path / STUDY_JOURNAL).read_bytes() == before
 
 
-def test_the_parameter_that_decides_is_important(tmp_path: Path) -> None:
+def test_the_parameter_that_decides_is_important(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = Study(tmp_path, sweep(tmp_path, "random"))
     for number in range(30):
         lr = study.propose().values["optimizer.lr"]
         study.complete(number, abs(lr - 1e-2))
+    optuna = pytest.importorskip("optuna.importance")
+    usual = optuna.get_param_importances
+    evaluators: list[Any] = []
+
+    def asked(*args: Any, evaluator: Any = None) -> dict[str, float]:
+        evaluators.append(evaluator)
+        return usual(*args, evaluator=evaluator)
+
+    monkeypatch.setattr(optuna, "get_param_importances", asked)
     shares = study.importance()
+    assert [type(each).__name__ for each in evaluators] == ["PedAnovaImportanceEvaluator"]
     assert max(shares, key=shares.__getitem__) == "optimizer.lr" and sum(shares.values()) == pytest.approx(1)
 
 

@@ -219,8 +219,11 @@ class Study:
             return {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            importance = self._optuna.importance  # before Optuna 5 the default is another, which needs scikit-learn
             try:
-                shares = self._optuna.importance.get_param_importances(self._study)
+                shares = importance.get_param_importances(
+                    self._study, evaluator=importance.PedAnovaImportanceEvaluator()
+                )
             except (ValueError, RuntimeError):
                 return {}
         return {key: float(share) for key, share in shares.items() if np.isfinite(share)}
