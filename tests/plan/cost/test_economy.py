@@ -39,6 +39,13 @@ def test_llama_3_trained_for_over_90_percent_of_the_time():
     assert found.interval_s.low < found.interval_s.mid < found.interval_s.high
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_fails_before_each_save_is_done_has_figures_all_the_same():
+    found = goodput(LLAMA_CLUSTER, CheckpointCost(10.0, 60 * 24 * HOUR), mtbf=Estimate(60.0, HOUR, 24 * HOUR))
+    assert found.effective.mid == pytest.approx(1e-9) and found.overhead.mid == pytest.approx(1e9)
+    assert all(np.isfinite(getattr(found.overhead, f.name)) for f in fields(Estimate))
+
+
 @pytest.mark.parametrize(("devices", "published_h"), [(16_384, 1.8), (131_072, 0.23)])
 def test_meta_s_projection_for_a100_is_within_the_interval(devices, published_h):
     """Kokolis et al. 2024: 1.8 h at 16,384 GPUs and 14 min at 131,072."""

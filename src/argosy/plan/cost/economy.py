@@ -132,14 +132,19 @@ def memory_checkpoint_interval_s(copy_s: Numbers, mtbf_s: Numbers) -> Numbers:
     return np.minimum(best_interval_s(copy_s, mtbf_s), copy_s / MEMORY_CHECKPOINTS_MAY_COST)[()]
 
 
+LEAST_SHARE, MOST_FAILURES = 1e-9, 700.0
+"""Productive share, and failures between two checkpoints, beyond which no run ever ends: numbers end soon after."""
+
+
 def effective_share(interval_s: Numbers, saving: CheckpointCost, restart_s: Numbers, mtbf_s: Numbers) -> Numbers:
     """Return the productive share of the time, with checkpoints every `interval_s` > 0. 1 / mtbf_s may be 0."""
     rate = 1 / np.asarray(mtbf_s, dtype=float)
     cycle_s = interval_s + np.asarray(saving.stall_s, dtype=float)
-    failures = rate * cycle_s
+    failures = np.minimum(rate * cycle_s, MOST_FAILURES)
     # x / (e^x - 1), which is 1 at 0.
     undisturbed = np.divide(failures, np.expm1(failures), out=np.ones_like(failures), where=failures > 0)
-    return (interval_s / cycle_s * undisturbed * np.exp(-rate * (restart_s + saving.write_s - saving.stall_s)))[()]
+    share = interval_s / cycle_s * undisturbed * np.exp(-rate * (restart_s + saving.write_s - saving.stall_s))
+    return np.maximum(share, LEAST_SHARE)[()]
 
 
 DRAW = Estimate(0.65, 0.76, 0.90)
