@@ -129,6 +129,20 @@ def test_compiled_blocks_recompute_too_and_give_the_gradients_of_compiled_blocks
     del loss, its_loss
 
 
+def test_selective_keeps_the_same_where_the_compiler_traces_sizes_as_symbols() -> None:
+    model = recomputing("selective", backend=PARTITIONED, layers=1)
+    loss_and_gradients(model)
+    tokens, targets, positions = batch(1)
+    model.zero_grad()
+    with Operations() as operations:
+        model(tokens[:2], targets[:2], positions[:2]).backward()  # other sizes than before
+    assert operations.count["mm"] == 3 * 8  # 7 of the block and the head: forward, and two products in backward
+    found = [parameter.grad for parameter in model.parameters()]
+    plain = recomputing("none", layers=1)
+    plain(tokens[:2], targets[:2], positions[:2]).backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in plain.parameters()])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_that_the_compiler_cannot_take_whole_recompute_all_the_same(mode: RecomputeMode) -> None:
     found = loss_and_gradients(recomputing(mode, backend=PARTITIONED, layers=1), documents=4)

@@ -119,7 +119,8 @@ def recompute_flops_per_byte(op: Any, args: tuple[Any, ...], kwargs: dict[str, A
     formula = _formula(op)
     if formula is None:
         return 0.0
-    kept_bytes = sum(tensor.nbytes for tensor in tensors_in(output))
+    # Not `nbytes`, which fails where the compiler traces sizes as symbols, as of unlike heads.
+    kept_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(output))
     return formula(*args, **kwargs, out_val=output) / kept_bytes if kept_bytes else 0.0  # experts may have no token
 
 
