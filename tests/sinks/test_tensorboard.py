@@ -24,7 +24,7 @@ def scalars(path: Path, tag: str) -> list[tuple[int, float]]:
 def test_all_that_a_run_writes_is_there(tmp_path):
     run = RunFolder(tmp_path)
     told = SinkSession(tmp_path, "tensorboard")
-    run.step(0, 1)
+    run.step(0, 1, sample_ranges=[[0, 4]])
     run.evaluation(1, 3.5, validation_accuracy=0.75)
     run.event("recovered", step=1)
     run.sample(1, " upon a time")
@@ -35,6 +35,7 @@ def test_all_that_a_run_writes_is_there(tmp_path):
     assert scalars(tmp_path / "tensorboard", "validation/accuracy") == [(1, 0.75)]
     assert scalars(tmp_path / "tensorboard", "seconds/forward") == [(0, pytest.approx(0.2)), (1, pytest.approx(0.2))]
     assert found.Scalars("train/loss")[1].wall_time == 1.8e9 + 1
+    assert not [tag for tag in found.Tags()["scalars"] if "sample" in tag], "they say which step it is"
     texts = {tag: found.Tensors(tag) for tag in ("run", "plan", "events", "samples")}
     assert b"upon a time" in texts["samples"][0].tensor_proto.string_val[0]
     assert b"recovered" in texts["events"][0].tensor_proto.string_val[0]

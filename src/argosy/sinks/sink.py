@@ -81,7 +81,7 @@ class Sink:
         """Write the rest: the run ends here. `report`: report.json; None if the run did not write one."""
 
 
-NO_NUMBERS = ("step", "time_s", "first_sample", "samples", "samples_skipped")
+NO_NUMBERS = ("step", "time_s", "first_sample", "samples", "samples_skipped", "sample_ranges")
 """Keys of a line that say which step it is, not how it went."""
 EVALUATION = {
     "validation_loss": "validation/loss",
