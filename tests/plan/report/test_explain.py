@@ -10,7 +10,7 @@ import pytest
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.clusters import Cluster, SiteLink
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.report.explain import (
@@ -22,6 +22,7 @@ from argosy.plan.report.explain import (
     spares_in_words,
     stops_in_words,
     sums_in_words,
+    ways_to_agree,
 )
 from argosy.plan.search.search import search
 
@@ -114,6 +115,22 @@ def test_each_tier_has_its_words_and_bytes(plan, messages, how, sent):
 
 def test_without_data_parallelism_there_is_nothing_to_say():
     assert sums_in_words(Plan.parse("tp=4"), RUN) is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "sent_bytes"),
+    [
+        ({"pp": (2,), "dp_shard": (2,)}, 64 * 128 * 1024 * 2),  # hidden states of all tokens, in bf16
+        ({"pp": (1,), "dp_shard": (4,)}, 4 * 67_633_152),  # gradients of all matrices, in fp32
+    ],
+)
+def test_a_site_sends_hidden_states_where_a_pipeline_lies_over_sites_and_else_gradients(plan, sent_bytes):
+    groups = Cluster.parse("2xh100+2xa100").groups
+    link = SiteLink(sites=("a", "b"), bandwidth_bytes_per_s=1.25e8, latency_s=0.02)
+    of_sites = [g.model_copy(update={"site": site}) for g, site in zip(groups, "ab", strict=True)]
+    run = RUN.with_keys(model={"vocab_size": 256})
+    summed, *_ = ways_to_agree(run, Cluster(groups=tuple(of_sites), links=(link,)), plan)
+    assert (summed.inner_steps, summed.bytes_per_step) == (1, sent_bytes)
 
 
 FLEET = Cluster.parse("h100-16384")

@@ -23,7 +23,7 @@ from argosy.plan.cost.reliability import (
     spare_nodes,
 )
 from argosy.plan.cost.sites import ExchangeCost, exchange_bytes, outer_exchanges, within_site
-from argosy.plan.cost.traffic import traffic
+from argosy.plan.cost.traffic import ENDS, traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import GIB
 from argosy.plan.plan import Plan
@@ -161,7 +161,7 @@ def ways_to_agree(run: RunConfig, cluster: Cluster, pins: Pins) -> tuple[Exchang
     whole = CostModel.of(alone, cluster)
     ways: list[ExchangeCost] = []
     if (found := best_to_run(whole, pins)) is not None:
-        ways.append(ExchangeCost(1, exchange_bytes(whole, cluster), found[1], str(found[0]), {}))
+        ways.append(ExchangeCost(1, _sent_by_site(found[0], whole, cluster), found[1], str(found[0]), {}))
     try:
         of_site = within_site(whole, cluster)
     except UserError:  # the batch cannot be shared
@@ -170,6 +170,15 @@ def ways_to_agree(run: RunConfig, cluster: Cluster, pins: Pins) -> tuple[Exchang
     if (found := best_to_run(of_site, inside)) is not None:
         ways += outer_exchanges(of_site, cluster, *found)
     return tuple(ways)
+
+
+def _sent_by_site(plan: Plan, costs: CostModel, cluster: Cluster) -> float:
+    """Return the bytes that a site sends to the next in a step: its gradients, or where the stages of a pipeline lie at
+    several sites what these pass on, and the gradient of a tied embedding."""
+    if plan.pp % len(cluster.sites):
+        return exchange_bytes(costs, cluster)
+    of_rank = sum(size for (axis, _), size in traffic(plan, costs.run).items() if axis in ("pp", ENDS))
+    return float(of_rank * plan.world_size / plan.pp)
 
 
 LEAST_STOPS = 0.005
