@@ -204,6 +204,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, tmp_path: Path, 
     )
     plan = eager("dp_shard=2,zero=1")
     whole, *_ = workers.run(2, train_in, run, plan, tmp_path / "whole")
+    (tmp_path / "stopped").mkdir()
+    [kept] = (tmp_path / "whole").glob("reference-*.npz")
+    (tmp_path / "stopped" / kept.name).write_bytes(kept.read_bytes()[:-9])  # damaged, so the rows are scored anew
     workers.run(2, train_in, run, plan, tmp_path / "stopped", 3)
     again, *_ = workers.run(2, train_in, run, plan, tmp_path / "stopped")
     assert losses(again) == losses(whole)
@@ -211,7 +214,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, tmp_path: Path, 
     last = [record for record in whole if "loss" in record][-1]
     assert last["chosen_reward"] - last["rejected_reward"] > 0
     assert ("reward_accuracy" in last) == (objective == "dpo")
-    assert len(list((tmp_path / "whole").glob("reference-*.npz"))) == 1
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -155,35 +156,39 @@ class ReferenceScorer:
     def references(self, steps_done: int) -> References:
         """Return what is known, or score all rows with the weights as they are.
 
-        Raises: RunFailed if the file is gone, and the weights are not those of the start any more.
+        Raises: RunFailed if no rank can read the file, and the weights are not those of the start any more.
         """
-        holders = self._world.gather(self.path.exists(), bool)
+        mine = self._kept()
+        holders = self._world.gather(mine is not None, bool)
         if any(holders):
-            return References(self._shared(holders.index(True)))
+            return References(self._shared(mine, holders.index(True)))
         if steps_done:
             raise RunFailed(
-                f"{self.path} is gone: the log-probabilities of the model before training. Restore the file, or begin "
-                "a new run from the weights that this one began with."
+                f"{self.path} is gone, or damaged: the log-probabilities of the model before training. Restore the "
+                "file, or begin a new run from the weights that this one began with."
             )
         tables = [self._scored(source) for source in self._data.sources]
         nodes = node_of_each_rank(self._world)
         is_first_on_node = nodes.index(nodes[self._world.rank]) == self._world.rank
         for writes in (self._world.is_first, is_first_on_node):  # then other machines, if they do not see it
-            if writes and not self.path.exists():
+            if writes and self._kept() is None:
                 with atomic_write(self.path) as file:
                     np.savez(file, *tables)
             self._world.barrier()
         return References(tables)
 
-    def _shared(self, holder: int) -> list[Table]:
-        """Return the tables that rank `holder` has in its folder."""
-        mine = self._world.rank == holder
-        tables = []
-        if mine:
+    def _kept(self) -> list[Table] | None:
+        """Return the tables in this rank's folder; None if it has none that can be read."""
+        try:
             with np.load(self.path, allow_pickle=False) as file:
-                tables = [file[f"arr_{number}"] for number in range(len(self._data.sources))]
-        shapes = self._world.gather([list(table.shape) for table in tables], list[list[int]])[holder]
-        held = tables or [np.zeros(shape, np.float32) for shape in shapes]
+                return [file[f"arr_{number}"] for number in range(len(self._data.sources))]
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+            return None
+
+    def _shared(self, mine: list[Table] | None, holder: int) -> list[Table]:
+        """Return the tables of rank `holder`. `mine` are those of this rank."""
+        shapes = self._world.gather([list(table.shape) for table in mine or []], list[list[int]])[holder]
+        held = mine if mine is not None and self._world.rank == holder else [np.zeros(s, np.float32) for s in shapes]
         return [self._world.sum_array(table) for table in held]
 
     def _scored(self, source: TokenSource) -> Table:
