@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from argosy.config.section import seconds_of
 from argosy.errors import UserError
+from argosy.plan.cost.estimate import Estimate
 from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.request import Question, of_model
 from argosy.plan.report.within import WithinAnswer, best_by_size, fewest_within, in_words, of_each, recommended
@@ -35,6 +38,11 @@ def test_it_is_the_smallest_number_that_is_in_time(of_64):
     assert found.surely.devices > found.fewest.devices
     assert float(found.surely.run.time_s.high) <= 30 * DAY
     assert {size.devices % 8 for size in found.sizes if size.devices > 8} == {0}  # whole nodes
+
+
+def test_a_small_run_is_not_said_to_cost_nothing(of_64):
+    run = replace(of_64.fewest.run, money=Estimate.exactly(0.43))
+    assert ", 0.43 USD)" in in_words(replace(of_64, fewest=replace(of_64.fewest, run=run)))
 
 
 def test_longer_takes_fewer_devices(of_64):

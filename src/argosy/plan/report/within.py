@@ -170,7 +170,7 @@ def in_words(one: WithinAnswer) -> str:
         return f"{one.named}: {one.problem}"
     if one.fewest is not None:
         run = one.fewest.run
-        money = f", {float(run.money.mid):,.0f} {one.currency}" if run.money else ""
+        money = f", {count(run.money.mid)} {one.currency}" if run.money else ""
         sure = (
             f"nine times of ten with {one.surely.devices}"
             if one.surely
