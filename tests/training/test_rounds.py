@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
-from argosy.sync.layout import AdoptedState, RoundWait, Sites, write_record
+from argosy.sync.layout import AdoptedState, LeftChange, RoundWait, Sites, read_record, write_record
 from argosy.sync.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
 from argosy.training.rounds import Rounds
 from argosy.training.schedule import Pace, learning_rate_factor
 from argosy.training.state import StepUpdate, Survivor, TrainState
+from chats import conversations, rows_of
 from one_site import gradient, run_of, site, train
+
+CPU = torch.device("cpu")
 
 
 def rounds_of(state: TrainState, records: MagicMock | None = None, has_signal: Callable[[], bool] = bool) -> Rounds:
@@ -60,6 +64,16 @@ def test_a_site_makes_the_steps_that_others_made_without_it_from_their_gradients
     assert (state.step, state.rounds, state.tokens) == (3, 3, wanted.tokens)
     for piece, twin in zip(state.model.masters, wanted.model.masters, strict=True):
         assert torch.equal(piece.value, twin.value), piece.name
+
+
+def test_a_sum_of_gradients_is_over_the_tokens_that_are_learned(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {"from_step": 1}).with_keys(train={"objective": "sft"})
+    state, _, sites = site(run, tmp_path / "A")
+    rounds, batch = rounds_of(state, has_signal=lambda: True), microbatches(rows_of(conversations(9))[:4], 2, 0, CPU)
+    rounds.step.forward_backward(batch)
+    assert rounds.sum_gradients(MagicMock()) is None
+    learned = read_record(sites.about(0), LeftChange).tokens
+    assert learned == sum(micro.counted for micro in batch) < 2 * batch[0].tokens_BT.numel()
 
 
 def test_a_site_that_is_left_out_goes_back_to_the_end_of_the_round(tmp_path: Path) -> None:

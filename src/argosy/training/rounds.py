@@ -220,11 +220,12 @@ class Rounds(Agreement):
         run, sites = self._sites.run, self._sites
         start, stop = sites.shares.start(number), sites.end_of(number)
         first, end = start * run.train.global_batch, stop * run.train.global_batch
+        is_gradient = sites.sums_gradients(number)
         # An average a step is a lot to keep: for what an older checkpoint would need there are the other sites.
-        last = 1 if sites.sums_gradients(number) else run.checkpoint.keep_last
+        last = 1 if is_gradient else run.checkpoint.keep_last
         oldest = min(sorted(self._checkpointer.committed)[-last:], default=0)
         return LeftChange(
-            tokens=(stop - start) * run.tokens_per_step,
+            tokens=int(self.step.counted) if is_gradient else (stop - start) * run.tokens_per_step,
             skipped=self._batches.skipped_numbers(first, end),
             needs_round=sites.rounds_at(oldest),
         )

@@ -124,6 +124,8 @@ class Step:
         numbers, and they must not be taken for those of all ranks."""
         self.state, self.checks = state, checks or Checks(run, state, world)
         self._run, self._world, self._clock, self._check_world = run, world, clock, check_world
+        self.counted: int | Tensor = 0
+        """Targets of the step at hand that count, over all ranks (`_counted`)."""
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
         """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times the scale.
@@ -134,7 +136,7 @@ class Step:
         """
         state, step, rank = self.state, self.state.step, self._world.rank
         self._clock.microbatches = max(1, len(batch))
-        tokens = self._counted(batch)
+        self.counted = tokens = self._counted(batch)
         self.checks.watch(tokens)
         scale = state.scaler.scale
         moment, balance_scale = SumTime(step, scale), scale / self._run.tokens_at(step)
