@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.checkpoint.history import History
+from argosy.checkpoint.memory import MEMORY_VARIABLE, memory_checkpoints_in
 from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
@@ -21,6 +23,7 @@ from argosy.training import agreement
 from argosy.training.rounds import Rounds
 from argosy.training.schedule import Pace, learning_rate_factor
 from argosy.training.state import StepUpdate, Survivor, TrainState
+from argosy.training.stop import WorldIsOver
 from chats import conversations, rows_of
 from one_site import gradient, run_of, site, train
 
@@ -76,11 +79,17 @@ def test_a_sum_of_gradients_is_over_the_tokens_that_are_learned(tmp_path: Path) 
     assert learned == sum(micro.counted for micro in batch) < 2 * batch[0].tokens_BT.numel()
 
 
-def test_a_site_that_is_left_out_goes_back_to_the_end_of_the_round(tmp_path: Path) -> None:
+def test_a_site_that_is_left_out_goes_back_to_the_end_of_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_of(tmp_path, {"every_steps": 4, "fragments": 2, "overlap_steps": 1})
     state, _, sites = site(run, tmp_path / "A")
     before = {piece.name: piece.value.clone() for piece in state.model.masters}
+    state.history = History().next("abc", 0)
+    (memory := tmp_path / "memory").mkdir()
+    monkeypatch.setenv(MEMORY_VARIABLE, str(memory))
     outer = rounds_of(state)
+    outer._memory.begin()
     for seed in range(2):
         train(state, seed)
     assert outer.is_due and outer.settle()
@@ -93,6 +102,27 @@ def test_a_site_that_is_left_out_goes_back_to_the_end_of_the_round(tmp_path: Pat
     for piece in state.model.masters:
         moved = 0.7 * (0.5 + 0.9 * 0.5) if piece.name in sites.turn(0).shapes else 0.0
         torch.testing.assert_close(piece.value, before[piece.name] - moved)
+    outer._memory.save()
+    outer._memory.wait()
+    (saved,) = memory_checkpoints_in(memory)
+    assert state.history.admits(saved.world, saved.step + 1), "the run has turned away from what is saved from now on"
+
+
+def test_an_outer_step_that_was_due_in_a_checkpoint_is_made_before_the_next_step(tmp_path: Path) -> None:
+    state, _, sites = site(run_of(tmp_path, {"every_steps": 1}), tmp_path / "A")
+    rounds = rounds_of(state)
+    train(state, 0)  # the run has gone back to here: a checkpoint that was saved while the site waited
+    decide(sites, tmp_path / "A", np.zeros(sites.flat(0).elements), "A", "B")
+    assert next(rounds.steps()) == 1 and state.rounds == 1
+
+
+def test_a_site_that_waits_leaves_a_world_that_is_over(tmp_path: Path) -> None:
+    state, _, _ = site(run_of(tmp_path, {"every_steps": 1}), tmp_path / "A")
+    rounds = rounds_of(state)
+    rounds._parts.advance.side_effect = WorldIsOver
+    train(state, 0)
+    with pytest.raises(WorldIsOver):
+        rounds.settle()
 
 
 def test_what_a_site_left_before_it_took_another_state_over_is_left_anew(tmp_path: Path) -> None:

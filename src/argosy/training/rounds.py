@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ class Rounds(Agreement):
         assert state.outer is not None
         self._outer, self._sites, self._ledger = state.outer, state.outer.sites, state.outer.ledger
         self._checkpointer, self._batches = parts.checkpointer, parts.batches
-        self._heartbeat, self._has_signal = parts.heartbeat, parts.has_signal
+        self._has_signal = parts.has_signal
         self._files = SiteFiles(state, state.outer, parts.world)
         self._line: dict[str, Any] | None = None
 
@@ -119,6 +119,14 @@ class Rounds(Agreement):
             self._line = self._measured(state.rounds - 1, before, time.monotonic() - began)
         return True
 
+    def steps(self) -> Iterator[int]:
+        """Yield as `Agreement.steps`; a run that went back may be where an outer step was due and not made yet."""
+        for step in super().steps():
+            if self._state.step >= self._sites.merge_after(self._state.rounds) and not self.settle():
+                return
+            if self._state.step == step:
+                yield step
+
     def requests(self) -> Requests:
         return replace(super().requests(), left_behind=self.is_left_behind)
 
@@ -186,12 +194,15 @@ class Rounds(Agreement):
     def _wait_until(
         self, is_over: Callable[[], bool], words: Callable[[], str], meanwhile: Callable[[], None] = lambda: None
     ) -> bool:
-        """Wait on all ranks together. Return False if a signal came first. words: say what is waited for, on rank 0."""
+        """Wait on all ranks together. Return False if a signal came first. words: say what is waited for, on rank 0.
+
+        Raises: WorldIsOver.
+        """
         waiting = WaitForOthers(self._records.progress)
         while not is_over():
             if self._has_signal():
                 return False
-            self._heartbeat.advance()
+            self._parts.advance()
             meanwhile()
             if self._world.is_first:
                 waiting.is_for(words())
@@ -284,6 +295,7 @@ class Rounds(Agreement):
             "yellow",
         )
         self._checkpointer.forget_from(state.step)
+        self._memory.begin()
         if self._world.is_first:
             self._records.metrics.forget_from(state.step)
             with atomic_write(self._sites.adopted_at) as file:
@@ -330,6 +342,7 @@ class Rounds(Agreement):
         if state.step < left:
             self._uncount(left)
             self._checkpointer.forget_from(state.step + 1)
+            self._memory.begin()
             if self._world.is_first:
                 self._records.metrics.forget_from(state.step)
         if self._sites.sums_gradients(number) and self._outer.is_left_out(number + 1):
