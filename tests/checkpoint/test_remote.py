@@ -55,6 +55,14 @@ def moved(run_dir: Path) -> Path:
     return elsewhere
 
 
+def test_sites_of_one_name_have_each_their_run_s_place(url: str, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = tmp_path / "runs" / name / "sites/oslo"
+        folder.mkdir(parents=True)
+        assert Remote(url, folder).put(write(folder, 4), anywhere)
+        assert Remote(url, folder).steps() == [4]
+
+
 def test_a_copy_comes_back_as_a_verified_checkpoint(url, run_dir):
     given = write(run_dir, 4)
     assert Remote(url, run_dir).put(given, anywhere)

@@ -26,10 +26,12 @@ from argosy.checkpoint.store import MANIFEST, Checkpoint
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.errors import ArgosyError, UserError
 from argosy.files import make_folder, sync_folder
+from argosy.sync.layout import home_of
 
 
 class Remote:
-    """The copies of one run's checkpoints: URL/NAME/step-00000100/ for the run folder .../NAME.
+    """The copies of one run's checkpoints: URL/NAME/step-00000100/ for the run folder .../NAME; those of a site are in
+    URL/NAME/sites/SITE/, as its folder is.
 
     The manifest of each is written last, once all its files were read back from there. Besides what their docstrings
     say, methods raise whatever the file system raises, mostly OSError; and UserError if the copies there are those of
@@ -43,8 +45,9 @@ class Remote:
         self._run_dir = run_dir
         self._fs: Any
         self._root: str
+        name = run_dir.relative_to(home_of(run_dir).parent).as_posix()
         try:
-            self._fs, self._root = url_to_fs(f"{url.rstrip('/')}/{run_dir.name}")
+            self._fs, self._root = url_to_fs(f"{url.rstrip('/')}/{name}")
         except (ImportError, ValueError) as problem:
             raise UserError(
                 f"checkpoint.remote = {url}: {problem}. Give a URL that fsspec knows, such as s3://bucket/folder, and "
