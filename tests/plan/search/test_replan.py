@@ -52,6 +52,14 @@ def test_any_plan_goes_on_with_fewer_processes(now, written, processes):
     assert found.spares < processes and found.step_s > 0
 
 
+def test_one_replica_goes_on_where_several_compressed_their_sums():
+    run_ = run(written := "dp_replicate=2,sync=int8")
+    found = replan(run_, Plan.parse(written), CPUS, 1)
+    check_plan(found.plan, run_, 1)
+    assert found.plan.sync == "exact" and "sync=int8" in found.notes[0]
+    assert left(2, "dp_replicate=4,sync=int8", "dp_replicate=4,sync=int8").plan.dp_replicate == 2
+
+
 def test_experts_go_on_too():
     found = left(3, "dp_shard=4,ep=4,zero=1", "auto,ep=4", preset="mixtral-10m")
     assert found.plan.world_size + found.spares == 3

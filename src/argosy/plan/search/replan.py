@@ -1,8 +1,8 @@
 """Re-planning: the best plan for the devices that are left, and the decision to migrate to another plan.
 
-The numbers of a run stay: the global batch (fewer ranks accumulate more microbatches), the number formats, and, if any
-plan can, the format in which weights are gathered. The search that `plan = "auto"` uses chooses everything else again;
-what the user wrote in the run's plan is given up last.
+The numbers of a run stay: the global batch (fewer ranks accumulate more microbatches), the number formats (but for that
+of sums where one replica is left), and, if any plan can, the format in which weights are gathered. The search that
+`plan = "auto"` uses chooses everything else again; what the user wrote in the run's plan is given up last.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from argosy.plan.plan import NUMERICS, Plan, said_in
 from argosy.plan.search.auto import costs_of
 from argosy.plan.search.search import SearchResult, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.space import Pins
+from argosy.plan.sync import COMPRESSED
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("dp_replicate", "dp_shard", "microbatch", "shares"),
@@ -72,7 +73,12 @@ def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Repl
     if processes < 1:
         raise UserError("no process is left. Start some, and run the same command again.")
     kept: Pins = {key: (getattr(plan, key),) for key in NUMERICS}
-    freest, pinned = _best(run, plan, machine, processes, kept), _pinned(run)
+    try:
+        freest, pinned = _best(run, plan, machine, processes, kept), _pinned(run)
+    except UserError:
+        if plan.sync not in COMPRESSED:
+            raise
+        return replan(run, plan.model_copy(update={"sync": "exact"}), machine, processes)  # one replica sums nothing
     for given_up in range(len(GIVEN_UP)):
         pins = {key: values for key, values in pinned.items() if not any(key in keys for keys in GIVEN_UP[:given_up])}
         if not pins:
