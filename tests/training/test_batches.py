@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from argosy.config.sync import SiteConfig
 from argosy.data.loader import open_data
 from argosy.observe.events import Events
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
+from argosy.sync.deal import SiteOrder
+from argosy.sync.layout import Sites, at_site
 from argosy.training.batches import Batches
 from argosy.training.state import TrainState
 from tiny import eager, run_config
@@ -25,10 +29,14 @@ def batches(corpus: Path, tmp_path: Path) -> Iterator[Make]:
     """The batches of a run of one process, two rows a microbatch."""
     made: list[Batches] = []
 
-    def make(plan: str = "microbatch=2", **sections: dict[str, Any]) -> Batches:
+    def make(plan: str = "microbatch=2", site: str = "", **sections: dict[str, Any]) -> Batches:
         run, alone, world = run_config(corpus, **sections), eager("microbatch=2"), World()
         state = TrainState.begin(apply(alone, run, world), alone, run)
         opened = open_data(run.data, run.seed, run.train.batches)
+        if site:
+            run = at_site(run.with_keys(site=site, sites=(SiteConfig(name="A"), SiteConfig(name="B"))))
+            order = SiteOrder(opened.order, Sites.of(run, tmp_path).shares, site, lambda number: None)
+            opened = replace(opened, order=order, batches=run.train.batches)
         made.append(Batches(run, eager(plan), opened, state, world, Events(tmp_path, "rank-0")))
         return made[-1]
 
@@ -74,6 +82,13 @@ def test_ranks_drop_what_one_process_drops_of_a_smaller_batch_too(batches: Make)
         shares = [micro for rank in (0, 1) for micro in two.of_rank(rank, step)], one.of_rank(0, step)
         keys_of = ([keys for micro in some if (keys := micro.mask_keys_BT) is not None] for some in shares)
         assert torch.equal(*map(torch.cat, keys_of))
+
+
+def test_sites_drop_what_one_process_drops(batches: Make) -> None:
+    made = [batches(site=site, lora={"rank": 2, "dropout": 0.5}) for site in ("", "A", "B")]
+    keys = [[m.mask_keys_BT for m in one.of_rank(0, 1) if m.mask_keys_BT is not None] for one in made]
+    whole, *parts = map(torch.cat, keys)
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def test_a_step_is_in_the_mixture_of_its_first_sample(batches: Make, corpus: Path) -> None:

@@ -120,6 +120,8 @@ class SiteOrder:
         """`dealt(round)`: what the ledger deals out in a round, by site; None: each site's own share."""
         self._order, self._shares, self._site, self._dealt = order, shares, site, dealt
         self._batch = shares.batch(site)
+        self.first_row = shares.first(site)
+        """The place of the site's first sequence in each global batch."""
         self._reserve = RESERVE + shares.names.index(site) * RESERVE_OF_SITE
         self.skipped: tuple[Range, ...] = ()
         """The site's samples of bad steps, each a range within a step. Others stand in for them; for those as well if
@@ -154,7 +156,7 @@ class SiteOrder:
         within = step - self._shares.start(number)
         dealt = self._dealt(number)
         if dealt is None or self._site not in dealt:
-            begin = step * self._shares.global_batch + self._shares.first(self._site)
+            begin = step * self._shares.global_batch + self.first_row
             return [(begin + first, begin + end)]
         _, rest = _cut(dealt[self._site], within * self._batch + first)
         taken, _ = _cut(rest, end - first)

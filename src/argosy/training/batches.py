@@ -173,7 +173,7 @@ class Batches:
         else:
             micros = microbatches(rows, size, self._data.eod_id, device)
         first_row = self._plan.rows_of(rank, train.batches.at(step)).start
-        return with_mask_keys(micros, self._run, step, first_row)
+        return with_mask_keys(micros, self._run, step, first_row + (self._site.first_row if self._site else 0))
 
     def _numbers(self, step: int) -> Range:
         """Return the range of the step's samples, counted without those that are skipped."""
