@@ -10,7 +10,17 @@ import pytest
 from argosy.config.sync import SiteConfig, SyncConfig
 from argosy.plan.plan import is_asynchronous
 from argosy.processes.connection import BadMessage
-from argosy.sync.layout import AdoptedState, LeftChange, ServerLayout, dealt_out, is_server, read_record, write_record
+from argosy.sync.layout import (
+    AdoptedState,
+    LeftChange,
+    ServerLayout,
+    Sites,
+    dealt_out,
+    is_server,
+    read_record,
+    write_record,
+)
+from one_site import run_of
 from tiny import run_config
 
 
@@ -51,6 +61,23 @@ def test_the_parts_of_a_run_are_told_apart():
     assert not is_server(run)
     assert is_server(run.model_copy(update={"site": "server-2"}))
     assert not is_asynchronous("auto")
+
+
+@pytest.mark.parametrize(
+    ("pause", "sync", "due"),
+    [
+        (0, {}, 4),
+        (20, {}, 4),
+        (12, {}, 3),
+        (11, {}, 2),
+        (3, {}, 0),
+        (3, {"from_step": 5}, 3),
+        (9, {"overlap_steps": 2}, 1),
+    ],
+)
+def test_a_site_that_pauses_needs_the_rounds_before(pause: int, sync: dict[str, int], due: int) -> None:
+    run = run_of(Path("corpus"), {"every_steps": 4, **sync}).with_keys(train={"steps": 16, "pause_at": pause})
+    assert Sites(run, Path()).rounds_due == due
 
 
 def test_a_site_may_not_be_called_as_a_server_is():

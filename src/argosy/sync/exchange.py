@@ -86,10 +86,10 @@ class SiteExchange:
 
     @property
     def is_over(self) -> bool:
-        """True once the run's last round is in the ledgers of all sites that are to have it."""
+        """True once the last round before the run's end or pause is in the ledgers of all sites that are to have it."""
         last = self._ledger.last
-        if last is None or self.rounds < self.sites.rounds:
-            return False
+        if last is None or self.rounds < self.sites.rounds_due:
+            return not self.sites.rounds_due
         return all(self._others.standing(name).rounds >= self.rounds for name in last.members if name != self.sites.me)
 
     def turn(self, timeout_s: float) -> None:

@@ -154,6 +154,12 @@ class Sites:
         """Rounds of the whole run; the last one may be shorter."""
         return self.shares.round_of(self.run.train.steps - 1) + 1
 
+    @cached_property
+    def rounds_due(self) -> int:
+        """Rounds that a site needs to come to the run's end, or to where it pauses (train.pause_at)."""
+        pause = self.run.train.pause_at
+        return self.rounds_at(pause) if 0 < pause < self.run.train.steps else self.rounds
+
     def sums_gradients(self, number: int) -> bool:
         """Return True for a round of one step in which the sites sum gradients: those before sync.from_step."""
         return number < self.shares.from_step

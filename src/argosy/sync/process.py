@@ -75,7 +75,7 @@ def main() -> None:
     while not ending.is_set():
         exchange.turn(EXCHANGE_TURN_S)
     until = time.monotonic() + run.sync.patience_s
-    while exchange.rounds >= exchange.sites.rounds and not exchange.is_over and not is_gone.is_set():
+    while exchange.rounds >= exchange.sites.rounds_due and not exchange.is_over and not is_gone.is_set():
         if time.monotonic() > until:
             break
         exchange.turn(EXCHANGE_TURN_S)
