@@ -93,6 +93,14 @@ def test_all_plans_are_looked_at_before_any_site_begins(tmp_path: Path, plan: st
         checked(load(path))
 
 
+def test_sites_that_hold_the_same_weights_hold_them_in_one_format(tmp_path: Path) -> None:
+    path = run_file(tmp_path, plan="auto,sync=local")
+    path.write_text(path.read_text() + 'plan = "auto,precision=bf16,weights=bf16"\n')
+    checked(load(path))
+    with pytest.raises(UserError, match="sync.from_step = 2: .* weights are bf16 and fp32"):
+        checked(load(path, {"sync.from_step": 2}))
+
+
 def test_sites_do_not_sum_in_fewer_bytes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan.sync = int8, and the run has \[\[sites\]\]"):
         checked(load(run_file(tmp_path, plan="auto,sync=int8")))

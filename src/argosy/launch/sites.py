@@ -125,6 +125,12 @@ def _check_plans(run: RunConfig) -> None:
                 f"{blamed}sync={words['sync']}, and the run's plan has sync={way}: all sites agree in one way. "
                 "Leave sync out of the site's plan."
             )
+    formats = sorted({str(said_in(site.plan or run.plan).words.get("weights", Plan().weights)) for site in run.sites})
+    if run.sync.from_step and formats[1:]:
+        raise UserError(
+            f"sync.from_step = {run.sync.from_step}: until then all sites hold the same weights, and in their plans "
+            f"weights are {' and '.join(formats)}. Give all plans one of them, or leave from_step out."
+        )
 
 
 def _with_addresses(run: RunConfig, group: Path) -> RunConfig:
