@@ -97,7 +97,7 @@ def test_sites_that_hold_the_same_weights_hold_them_in_one_format(tmp_path: Path
     path = run_file(tmp_path, plan="auto,sync=local")
     path.write_text(path.read_text() + 'plan = "auto,precision=bf16,weights=bf16"\n')
     checked(load(path))
-    with pytest.raises(UserError, match="sync.from_step = 2: .* weights are bf16 and fp32"):
+    with pytest.raises(UserError, match=r"sync.from_step = 2: .* weights are bf16 and fp32"):
         checked(load(path, {"sync.from_step": 2}))
 
 
