@@ -78,6 +78,20 @@ def test_a_message_that_is_damaged_is_left_out():
     assert surface.lines == []
 
 
+def test_a_line_that_never_ends_is_not_kept(monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_LINE_BYTES", 9)
+    reader, writer = os.pipe()
+    surface = Recorder()
+    with Screen(surface, FolderView) as screen:
+        thread = threading.Thread(target=read_lines_of, args=(reader, screen))
+        thread.start()
+        os.write(writer, b"\r 10 %\r 20 %")
+        wait_until(lambda: surface.lines)
+        os.close(writer)
+        thread.join()
+    assert surface.lines == [("\r 10 %\r 20 %", "")]
+
+
 def test_what_the_agent_waits_for_comes_before_what_a_worker_did_last():
     surface = Recorder()
     agent, worker = Progress(enabled=True, by="agent"), Progress(enabled=True)

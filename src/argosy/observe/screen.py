@@ -166,12 +166,18 @@ class Screen:
         return self._doing.get("agent") or next(filter(None, self._doing.values()), "")
 
 
+LONGEST_LINE_BYTES = 1 << 20
+"""A longer one is cut: the bar of a library may print for days without an end of line."""
+
+
 def read_lines_of(descriptor: int, screen: Screen) -> None:
     """Pass on all that comes through a pipe, until its last writer has closed it."""
     rest = b""
     with suppress(OSError):
         while chunk := os.read(descriptor, 1 << 16):
             *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > LONGEST_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
             for line in lines:
                 screen.printed(line.decode(errors="replace"))
     if rest:
