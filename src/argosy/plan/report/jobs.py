@@ -328,9 +328,11 @@ def _slurm_time(seconds: float) -> str:
 
 
 def after_now(seconds: float) -> str:
-    """Return a time from now: now, +5.0 h, +3.2 d."""
+    """Return a time from now: now, +20 min, +5.0 h, +3.2 d."""
     if seconds < 60:
         return "now"
+    if seconds < 3600:
+        return f"+{seconds / 60:.0f} min"
     return f"+{seconds / 3600:.1f} h" if seconds < 2 * DAY else f"+{seconds / DAY:.1f} d"
 
 
