@@ -75,6 +75,7 @@ def test_a_long_conversation_ends_with_the_last_answer_that_fits(tokenizer: Path
     text = "user hi model you user bye model there"
     batch = encoder.encode([json.dumps([part(text, "you", "there")])])
     assert shown(batch.tokens) == ["|user", "hi", "model", "YOU"]
+    assert batch.text_bytes.tolist() == [len("you")]
     assert encoder.counts == {TRUNCATED: 1}
 
 

@@ -132,10 +132,12 @@ class ChatEncoder:
         return words
 
     def _truncated(self, part: dict[str, Any], encoding: Any, words: Words) -> Words:
-        """Return the words up to the last answer that a row has room for; none if there is no such."""
+        """Return the words up to the last answer that a row has room for, and drop the others of `part`; none if there
+        is no such."""
         ends = np.array([end for _, end in encoding.offsets], np.int64)
-        counts = [int(np.searchsorted(ends, cut, side="right")) for cut in part["cuts"]]
-        kept = max((count for count in counts if count <= self._seq_len), default=0)
+        counts = [(int(np.searchsorted(ends, cut, side="right")), cut) for cut in part["cuts"]]
+        kept, last = max((count for count in counts if count[0] <= self._seq_len), default=(0, 0))
+        part["answers"] = [(begin, end) for begin, end in part["answers"] if end <= last]
         if kept:
             self.counts[TRUNCATED] += 1
         return words[:kept]
