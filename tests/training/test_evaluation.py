@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from argosy.data.packing import IGNORED
+from argosy.data.packing import IGNORED, REJECTED_BIT, START_BIT, TRAINED
 from argosy.data.shards import TokenSource
 from argosy.errors import UserError
 from argosy.parallel.world import World
 from argosy.training.evaluation import HeldOut, Score, evaluate, unigram_score
 from argosy.training.stop import StoppedEarly
+from chats import rows_of
 from tiny import MODEL, decoder, eager, laid_out, prepare_corpus
 
 SEQ_LEN = 32
@@ -98,6 +99,17 @@ def test_the_unigram_baseline_is_what_counting_gives(corpus, held_out):
     total = len(source) + MODEL["vocab_size"]
     nats = [-math.log((seen[token] + 1) / total) for token in held_out.windows[:, 1:].flatten().tolist()]
     assert unigram_score([source], held_out, MODEL["vocab_size"]).loss == pytest.approx(sum(nats) / len(nats))
+
+
+def test_the_bytes_of_pairs_are_those_of_their_better_answers():
+    chosen, rejected = (np.array([1 | START_BIT, *[2 | TRAINED] * length], np.int32) for length in (6, 2))
+    rejected[0] |= REJECTED_BIT
+    rows = rows_of([np.concatenate([chosen, rejected])])
+    split = mock.MagicMock(text_bytes_per_token=8 * 3 / len(rows[0, 1:]))  # three bytes for each token of an answer
+    split.__len__.return_value, split.windows.return_value = rows[:, 1:].size, len(rows)
+    split.read_windows = lambda windows, out: np.copyto(out, rows[windows])
+    held_out = HeldOut.read([split], SEQ_LEN, 10**6)
+    assert (held_out.tokens, held_out.text_bytes) == (6, pytest.approx(6 * 3))
 
 
 def test_held_out_text_is_always_the_same_and_an_equal_share_of_each_source(corpus, held_out):

@@ -20,7 +20,9 @@ from argosy.data.packing import (
     CHOSEN_SIDE,
     ID_MASK,
     IGNORED,
+    REJECTED_SIDE,
     TRAINED,
+    Words,
     is_packed,
     sequences_in,
     unpack,
@@ -85,14 +87,22 @@ class HeldOut:
         parts = [spread_windows(split, seq_len, max_tokens // len(splits)) for split in splits]
         if not parts:
             return cls(np.empty((0, seq_len + 1), np.int32), 0.0, 0)
+        sizes = [
+            part.shape[0] * seq_len * split.text_bytes_per_token for part, split in zip(parts, splits, strict=True)
+        ]
         # Of pairs and judged answers, the better ones are scored: one number, whatever the objective makes of them.
         for number, split in enumerate(splits):
             if not are_scored and split.manifest.rows is not None and split.manifest.rows.kind != "conversations":
+                sizes[number] *= _chosen_share(parts[number])
                 parts[number] = without_rejected(parts[number])
-        text_bytes = sum(
-            part.shape[0] * seq_len * split.text_bytes_per_token for part, split in zip(parts, splits, strict=True)
-        )
-        return cls(np.concatenate(parts), text_bytes, splits[0].manifest.eod_id, are_scored)
+        return cls(np.concatenate(parts), sum(sizes), splits[0].manifest.eod_id, are_scored)
+
+
+def _chosen_share(rows: Words) -> float:
+    """Return the share of the answers' tokens that are those of chosen or desirable ones."""
+    found = sequences_in(rows)
+    chosen, rejected = (float(found.lengths[found.kinds == side].sum()) for side in (CHOSEN_SIDE, REJECTED_SIDE))
+    return chosen / max(1.0, chosen + rejected)
 
 
 @dataclass(frozen=True)
