@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from argosy.data import tokenizer as engines
@@ -36,6 +39,18 @@ def test_trained_tokenizer_has_the_size_asked_for_and_an_end(tokenizer_json: Pat
 def test_any_text_comes_back(tokenizer_json: Path, text: str) -> None:
     tokenizer = Tokenizer.load(tokenizer_json)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_text_after_other_text_keeps_the_space_that_decoders_drop_at_a_beginning(tmp_path: Path) -> None:
+    words = ["<unk>", "</s>", "▁a", "▁world", "▁."]
+    engine = HuggingFaceTokenizer(WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
+    engine.add_special_tokens(words[:2])
+    engine.pre_tokenizer, engine.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    engine.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    prompt = tokenizer.encode_prompt("a")
+    assert (prompt, tokenizer.decode([3, 2], prompt)) == ([1, 2], " world a")
+    assert [tokenizer.decode([3], before) for before in ((), [1], [2, 1])] == ["world"] * 3
 
 
 def test_text_cannot_fake_the_end_of_a_document(tokenizer_json: Path) -> None:

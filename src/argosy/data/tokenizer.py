@@ -125,6 +125,7 @@ class Tokenizer:
         self.begin_ids = self._find_begin()
         """Tokens that begin a text: what the file's post-processor puts before one (BOS of Llama, Mistral and Gemma);
         none of a tokenizer that is trained here."""
+        self._marks = {self.eod_id, *self.begin_ids, *self.special_tokens.values()}
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -170,8 +171,12 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, int]:
         return {token.content: n for n, token in self._engine.get_added_tokens_decoder().items() if token.special}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._engine.decode(ids)
+    def decode(self, ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Return the text of `ids` that follow others. Decoders of Llama 2's kind drop a space where a text begins."""
+        if not after or after[-1] in self._marks:
+            return self._engine.decode(ids)
+        dot = self.encode(".")
+        return self._engine.decode([*dot, *ids])[len(self._engine.decode(dot)) :]
 
     def _find_begin(self) -> list[int]:
         bare, begun = (self._engine.encode(".", add_special_tokens=added).ids for added in (False, True))

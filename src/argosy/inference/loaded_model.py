@@ -215,7 +215,7 @@ class ChatModel:
 
     def stream(self, prompts: Sequence[list[int]], sampling: Sampling) -> Generator[TextPiece]:
         """Yield the answers to prompts of `prompt_of` as they are written; see `LoadedModel.stream`."""
-        return self.model.stream(prompts, replace(sampling, stop=(*sampling.stop, *self._stop)))
+        return self.model.stream(prompts, replace(sampling, stop=(*sampling.stop, *self._stop)), are_answers=True)
 
     def _turn_end(self) -> str:
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]

@@ -79,10 +79,11 @@ class GrowingText:
     """The text of tokens that come one by one: what is told of it never changes afterwards.
 
     Held back is what may be the beginning of a stop word, and the bytes of a character that is not whole yet.
+    after: the tokens before the text that it goes on from; none: it begins anew.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], after: Sequence[int] = ()):
+        self._tokenizer, self._stop, self._after = tokenizer, stop, after
         self._tokens = list[int]()
         self._told = ""
         self.is_stopped = False
@@ -91,7 +92,7 @@ class GrowingText:
     def add(self, token: int) -> str:
         """Return the text that may be told now."""
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
+        text = self._tokenizer.decode(self._tokens, self._after)
         ends = [text.index(word) for word in self._stop if word in text]
         if ends:
             self.is_stopped = True
@@ -105,4 +106,4 @@ class GrowingText:
 
     def rest(self) -> str:
         """Return what was held back, at the end of the tokens."""
-        return "" if self.is_stopped else self._tokenizer.decode(self._tokens)[len(self._told) :]
+        return "" if self.is_stopped else self._tokenizer.decode(self._tokens, self._after)[len(self._told) :]

@@ -62,11 +62,13 @@ class TextWriter:
         prompts: Sequence[Prompt],
         sampling: Sampling = USUAL,
         batch_size: int = BATCH_SIZE,
+        are_answers: bool = False,
     ) -> Generator[TextPiece]:
         """Yield the texts that continue the prompts, piece by piece, as the model writes them.
 
         `batch_size` are written at once, those with the shortest prompts first. Row i is drawn with the seed
         sampling.seed + i, so that its text does not depend on the others. Closing the iterator ends the work.
+        are_answers: the texts are messages, which begin anew after their prompts.
 
         Raises: UserError, before anything is computed, for settings that make no sense, and for a prompt that is empty
         or leaves no room in the model's context.
@@ -84,7 +86,7 @@ class TextWriter:
         by_length = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         alike = [[row for row in by_length if self._is_long(ids[row], sampling) == kind] for kind in (False, True)]
         batches = [some[first : first + batch_size] for some in alike for first in range(0, len(some), batch_size)]
-        return (piece for rows in batches for piece in self._batch(rows, ids, sampling))
+        return (piece for rows in batches for piece in self._batch(rows, ids, sampling, are_answers))
 
     def _is_long(self, tokens: Sequence[int], sampling: Sampling) -> bool:
         """Return True for a row beyond the original context of longrope: all rows of its batch rotate as it does."""
@@ -115,13 +117,17 @@ class TextWriter:
             wrong = least if least < 0 else most
             raise UserError(f"{what}: token {wrong}, and the model knows those from 0 to {self.config.vocab_size - 1}.")
 
-    def _batch(self, rows: Sequence[int], ids: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[TextPiece]:
+    def _batch(
+        self, rows: Sequence[int], ids: Sequence[Sequence[int]], sampling: Sampling, are_answers: bool
+    ) -> Iterator[TextPiece]:
         """Yield the pieces of some rows, which are written together."""
         limits = [self._limit(ids[row], sampling) for row in rows]
         seeds = [sampling.seed + row for row in rows]
         prompts = [list(ids[row]) for row in rows]
         asked = SampleRequest(prompts, limits, seeds, sampling.temperature, sampling.top_p, sorted(self.ends))
-        texts, left = [GrowingText(self.tokenizer, sampling.stop) for _ in rows], dict(enumerate(limits))
+        before = [[] if are_answers else prompt for prompt in prompts]
+        texts = [GrowingText(self.tokenizer, sampling.stop, after) for after in before]
+        left = dict(enumerate(limits))
         with closing(self._sample(asked)) as steps:
             for told in steps:
                 for i, token in enumerate(told):

@@ -208,7 +208,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData, device: torch.device)
     ids = data.tokenizer.encode_prompt(prompt)
     room = min(SAMPLE_LENGTH, run.model.max_seq_len - len(ids))
     written = sample_tokens(model, ids, room, temperature=0.8, top_p=0.95, seed=run.seed, stop=(data.eod_id,))
-    return prompt + data.tokenizer.decode(list(written))
+    return prompt + data.tokenizer.decode(list(written), ids)
 
 
 def _first_start(run_dir: Path) -> float:
