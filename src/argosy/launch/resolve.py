@@ -59,6 +59,12 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
+    prompt, most = run.evaluate.sample_prompt, run.model.max_seq_len
+    if prompt and (length := len(data.tokenizer.encode_prompt(prompt))) >= most:
+        raise UserError(
+            f"evaluate.sample_prompt: it has {length} tokens and model.max_seq_len is {most}, which leaves no room for "
+            "the text that goes on from it. Shorten it."
+        )
     run = run.with_keys(model={"weights": weights})
     return _with_length(run, data), data
 
