@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from argosy.checkpoint import store
+from argosy.config.data import DataStage
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.train import LoraConfig
@@ -265,6 +267,15 @@ def test_the_card_says_what_the_run_knows(run_dir: Path, tmp_path: Path) -> None
     for words in ("| steps | 40 |", "| tokens | ", "| training loss | ", "| validation loss | ", "| plan | `", "a.txt"):
         assert words in card.text
     assert str(run_dir.parent) not in card.text  # paths of this machine say nothing to others
+
+
+def test_the_card_of_a_run_on_preferences_in_stages_says_so(run_dir: Path, tmp_path: Path) -> None:
+    run = load(run_dir / "run.toml")
+    data = {"stages": (DataStage(from_step=4, sources={"/here/later": 1.0}),)}
+    save_run(run.with_keys(train={"objective": "dpo"}, data=data), run_dir / "run.toml")
+    export_checkpoint(run_dir, tmp_path / "out")
+    card = card_in(tmp_path / "out")
+    assert re.search(r"\| training loss \| [\d.]+ \|", card.text) and "| prepared, from step 4 | `later` |" in card.text
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,8 @@ def test_a_reward_model_begins_with_a_base_and_goes_to_transformers(workers: Wor
     found = evaluate(tmp_path / "whole", max_tokens=500)
     assert (found.loss, found.accuracy) == pytest.approx(scored[-1], rel=1e-5)
     export_checkpoint(tmp_path / "whole", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in card and "nats per token" not in card
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     row = TokenSource(folder, "train").tokens(0, 192)
     ours = open_checkpoint(tmp_path / "whole").model(torch.device("cpu"))

@@ -207,7 +207,8 @@ def _front_matter(found: TrainedModel, kind: str, license_name: str) -> dict[str
     if datasets := [name for name in dict.fromkeys(datasets) if _REPOSITORY.fullmatch(name)]:
         front["datasets"] = datasets
     front["library_name"] = kind if kind in ("gguf", "peft") else "transformers"
-    return front | {"pipeline_tag": "text-generation", "tags": ["argosy"]}
+    task = "text-classification" if found.run.model.score else "text-generation"
+    return front | {"pipeline_tag": task, "tags": ["argosy"]}
 
 
 def hub_name(place: str) -> tuple[str, str]:
@@ -243,13 +244,16 @@ def _model(found: TrainedModel, kind: str) -> dict[str, Any]:
 
 def _data(found: TrainedModel) -> dict[str, Any]:
     data = found.run.data
-    sources = [
-        f"`{_shown(name)}`" + ("" if len(data.sources) == 1 else f" × {w:g}") for name, w in data.sources.items()
-    ]
+    stages = {f"prepared, from step {stage.from_step}": stage.sources for stage in data.stages}
     return {
         "input": ", ".join(f"`{_shown(place)}`" for place in data.prepare.input),
-        "prepared": ", ".join(sources),
+        "prepared": _mixture(data.sources),
+        **{title: _mixture(sources) for title, sources in stages.items()},
     }
+
+
+def _mixture(sources: Mapping[str, float]) -> str:
+    return ", ".join(f"`{_shown(name)}`" + (f" × {w:g}" if len(sources) > 1 else "") for name, w in sources.items())
 
 
 def _training(found: TrainedModel) -> dict[str, Any]:
@@ -277,9 +281,14 @@ def _results(found: TrainedModel, report: Report | None) -> dict[str, Any]:
                 break
     if report is not None and report.validation:
         score = {"validation_loss": report.validation["loss"], **report.validation}
+    accuracy, train = score.get("validation_accuracy", score.get("accuracy")), found.run.train
+    trained_on = " nats per token" if train.loss == "cross_entropy" and not train.has_preferences else ""
     return {
-        "training loss": "" if loss is None else f"{loss:.4f} nats per token",
-        "validation loss": f"{score['validation_loss']:.4f} nats per token" if score else "",
+        "training loss": "" if loss is None else f"{loss:.4f}{trained_on}",
+        "validation loss": f"{score['validation_loss']:.4f} nats per {'token' if accuracy is None else 'pair'}"
+        if score
+        else "",
+        "validation accuracy": "" if accuracy is None else f"{accuracy:.2%} of pairs",
         "bits per byte": f"{score['bits_per_byte']:.4f}" if score.get("bits_per_byte") is not None else "",
     }
 
