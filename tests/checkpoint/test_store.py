@@ -50,6 +50,12 @@ def test_what_was_committed_is_there_and_whole(tmp_path):
         assert checkpoint.bytes == sum(path.stat().st_size for path in checkpoint.folder.glob("rank-*"))
 
 
+def test_of_the_folder_of_a_run_of_sites_theirs_are_named(tmp_path):
+    write(tmp_path / "sites/oslo", 4)
+    with pytest.raises(UserError, match=r"that of a site of this run \(.*/sites/oslo\)"):
+        store.find(tmp_path, Checkpoint.problem)
+
+
 @pytest.mark.parametrize("marker", [None, f"{MANIFEST}{PARTIAL}"])
 def test_a_folder_without_its_manifest_does_not_exist(tmp_path, marker):
     folder = write(tmp_path, 4)

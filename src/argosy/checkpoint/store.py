@@ -210,9 +210,10 @@ def find(path: Path, check: Callable[[Checkpoint], str | None]) -> Checkpoint:
         return Checkpoint(path)
     choice = newest_whole(path, check=check)
     if choice is None:
+        of_sites = [str(folder) for folder in sorted(path.glob("sites/*")) if committed(folder)]
+        named = f"that of a site of this run ({', '.join(of_sites)})" if of_sites else "a run folder (runs/NAME)"
         raise UserError(
-            f"{path}: no committed checkpoint there. Give a run folder (runs/NAME) or one of its "
-            "checkpoints (runs/NAME/checkpoints/step-...)."
+            f"{path}: no committed checkpoint there. Give {named} or one of its checkpoints (.../checkpoints/step-...)."
         )
     if choice.damaged:
         warnings.warn(str(choice), ArgosyWarning, stacklevel=2)
