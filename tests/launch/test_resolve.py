@@ -59,6 +59,11 @@ def test_a_vocabulary_smaller_than_that_of_the_data_is_refused(corpus):
         resolve(run_config(corpus, model={"vocab_size": 100}), QUIET)
 
 
+def test_a_reward_model_that_is_to_learn_words_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"model\.score = true: .* Set score = false, or objective = \"reward\""):
+        resolve(run_config(tmp_path, model={"score": True}), QUIET)
+
+
 def test_a_prompt_that_fills_the_context_is_refused(corpus):
     with pytest.raises(UserError, match=r"evaluate\.sample_prompt: it has \d+ tokens and model\.max_seq_len is 128"):
         resolve(run_config(corpus, model={"max_seq_len": 128}, evaluate={"sample_prompt": "0" * 400}), QUIET)

@@ -43,6 +43,11 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     if is_path(run.launch.cluster):
         path = expanded(run.launch.cluster).absolute()
         run = run.with_keys(launch={"cluster": str(path)})
+    if run.model.score and run.train.objective != "reward":
+        raise UserError(
+            f'model.score = true: a reward model ends with a score, and train.objective = "{run.train.objective}" '
+            'learns words. Set score = false, or objective = "reward".'
+        )
     theirs = None if run.model.weights is None else tokenizer_of(run.model.weights)
     run = _with_what_to_prepare(run, theirs)
     check_parameters(run)
