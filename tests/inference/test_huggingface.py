@@ -25,9 +25,11 @@ from argosy.inference.huggingface import export_checkpoint, hub_name, import_ada
 from argosy.inference.loaded_model import generate
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.run_folder import write
+from argosy.models import hf
 from argosy.models.hf import import_folder
 from argosy.models.peft_adapter import export_adapter
 from argosy.plan.plan import Plan
+from tiny import decoder
 from transformers_models import ORIGINAL, SIZES, THEIRS, load_theirs, random_theirs
 
 TOKENS = torch.randint(0, 400, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -150,6 +152,21 @@ def test_how_the_tokenizer_is_used_goes_through_a_run_that_starts_from_the_weigh
     for source in ("imported", "tuned"):
         export_checkpoint(tmp_path / source, tmp_path / f"{source}-out")
         assert {name: (tmp_path / f"{source}-out" / name).read_bytes().decode() for name in usage} == usage
+
+
+@pytest.mark.parametrize(("ending", "pads"), [("<|endoftext|>", None), ("\n", "<|endoftext|>")])
+def test_rows_of_a_reward_model_are_filled_with_no_token_that_ends_a_conversation(exported, tmp_path, ending, pads):
+    """Its class reads the score at the last token that is another."""
+    model, tokenizer = decoder(score=True), Tokenizer.from_file(str(exported / "tokenizer.json"))
+    eod_id = tokenizer.token_to_id("<|endoftext|>")
+    hf.export_folder(model.config, model.state_dict(), tmp_path / "base", tokenizer=exported / "tokenizer.json",
+                     eod_id=eod_id, usage={"generation_config.json": b"{}"})  # fmt: skip
+    import_checkpoint(tmp_path / "base", tmp_path / "run")
+    (tmp_path / "run" / "config.json").unlink()
+    (tmp_path / "run" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}" + ending)
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (said["pad_token_id"], said["eos_token_id"]) == (pads and tokenizer.token_to_id(pads), eod_id)
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ class ChatTemplate:
     def __init__(self, text: str, special: dict[str, str], where: str):
         import jinja2
 
-        self._special = special
+        self.special = special
         self.text = text
         try:
             self._template = _environment().from_string(text)
@@ -150,7 +150,7 @@ class ChatTemplate:
 
         try:
             return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=opens_answer, **self._special
+                messages=messages, tools=tools, documents=None, add_generation_prompt=opens_answer, **self.special
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise BadRecord(REFUSED_BY_TEMPLATE, f"the chat template: {error}") from None

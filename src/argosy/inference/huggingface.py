@@ -27,6 +27,8 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.config.train import LoraConfig
 from argosy.credentials import redact
+from argosy.data.chat_template import ChatTemplate
+from argosy.data.conversations import BadRecord
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import HUB, ExportDtype, ExportFormat, GgufType, is_model_folder, refuse_existing
 from argosy.data.stores.store import is_url, spelled
@@ -92,9 +94,22 @@ def export_checkpoint(
             dtype=EXPORT_DTYPES[dtype or ("stored" if format == "safetensors" else "bf16")],
             tokenizer=tokenizer,
             eod_id=eod_id,
+            pad_id=_padding(found) if found.run.model.score and tokenizer is not None else None,
             usage=usage | cards,
             compression=None if format == "safetensors" else WEIGHT_COMPRESSIONS[format],
         )
+
+
+def _padding(found: TrainedModel) -> int | None:
+    """Return the token that is to fill a reward model's rows; None where a conversation may end with it."""
+    tokenizer, said = found.tokenizer, [{"role": role, "content": "."} for role in ("user", "assistant")]
+    try:
+        template = ChatTemplate.load(found.run_dir)
+        shown = tokenizer.encode_template(template.render(said))
+    except (UserError, BadRecord):
+        return tokenizer.eod_id
+    pad_id = tokenizer.special_tokens.get(template.special.get("pad_token", ""), tokenizer.eod_id)
+    return None if shown[-1:] == [pad_id] else pad_id
 
 
 def check_format(format: ExportFormat, dtype: ExportDtype | None, gguf_type: GgufType | None) -> None:

@@ -62,6 +62,7 @@ def export_folder(
     dtype: torch.dtype | None = torch.bfloat16,
     tokenizer: Path | None = None,
     eod_id: int | None = None,
+    pad_id: int | None = None,
     usage: Mapping[str, bytes] = MappingProxyType({}),
     compression: WeightCompression | None = None,
 ) -> None:
@@ -71,7 +72,7 @@ def export_folder(
     store.
     `dtype`: None keeps that of each weight.
     `tokenizer`: a tokenizer.json to put beside them.
-    `eod_id`: the token that ends a document; generation stops at it.
+    `eod_id`: the token that ends a document; generation stops at it. `pad_id`: fills the rows of a reward model.
     `usage`: files that the weights came with. They say how the tokenizer is used; config.json is written as it is there
     if it describes this model, and the index says which file a tensor goes to if it names the same tensors.
     `compression`: how the weights of linear layers are stored in fewer bits; the others keep `dtype`.
@@ -86,7 +87,7 @@ def export_folder(
     _check_names(source.keys(), shapes.keys(), "the weights to export")
     for name in shapes:
         _check_shape(name, source.shape(name), shapes[name], "the weights to export")
-    described = config_to_json(config, dtype=dtype or torch.float32, eod_id=eod_id)
+    described = config_to_json(config, dtype=dtype or torch.float32, eod_id=eod_id, pad_id=pad_id)
     tensors = dict(tensors_to_write(source, config, shapes, dtype))
     described = _described(config, described, tensors, usage)
     if compression is not None:

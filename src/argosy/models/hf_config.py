@@ -82,8 +82,13 @@ HARMLESS = frozenset(
 """Keys that change nothing in what the model computes, or are read elsewhere in this file."""
 
 
-def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | None) -> dict[str, Any]:
-    """Return the values of config.json. Raises: UserError if the family's class cannot express the model."""
+def config_to_json(
+    config: ModelConfig, *, dtype: torch.dtype, eod_id: int | None, pad_id: int | None = None
+) -> dict[str, Any]:
+    """Return the values of config.json. Raises: UserError if the family's class cannot express the model.
+
+    pad_id: that of a reward model, whose class reads the score at the last token that is another; None: at the last.
+    """
     _refuse_sizes_of_other_classes(config)
     family = family_of(config.family)
     if config.score and config.family not in SCORED:
@@ -91,7 +96,7 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
             f"model.score = true and model.family = {config.family}: transformers has no class for its reward models "
             f"that is known here. Known are those of {', '.join(SCORED)}."
         )
-    of_score = {"architectures": [SCORED[config.family]], **ONE_LABEL, "pad_token_id": eod_id} if config.score else {}
+    of_score = {"architectures": [SCORED[config.family]], **ONE_LABEL, "pad_token_id": pad_id} if config.score else {}
     values = {
         "architectures": [family.architecture],
         "model_type": config.family,
