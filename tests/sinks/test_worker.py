@@ -60,6 +60,18 @@ def test_a_step_stays_whose_evaluation_is_done_again(tmp_path):
     assert (news.rewound_to, steps(news)) == (5, [5, 6, 7])
 
 
+def test_steps_stay_before_an_evaluation_that_came_late(tmp_path):
+    run = RunFolder(tmp_path)
+    feed = Feed(tmp_path, {})
+    run.step(*range(8))
+    run.evaluation(5, 3.0)  # parameter servers hear of it updates later
+    run.step(8)
+    feed.take()
+    run.lose_from(8)
+    news = feed.take()
+    assert (news.rewound_to, news.metrics) == (8, [])
+
+
 def test_another_process_goes_on_where_the_last_one_was(tmp_path):
     run = RunFolder(tmp_path)
     first = Feed(tmp_path, {})

@@ -48,7 +48,8 @@ class LineFollower:
         self.was_cut = False
         """True if the last `take` found that lines that were read are gone, or changed."""
         self.kept: dict[str, Any] | None = None
-        """By line: the record of the last line that stayed, if the last `take` found a cut; None if none stayed."""
+        """By line: the record of the last line that stayed, if the last `take` found a cut; None if none stayed. Of an
+        evaluation it is not: those may come late, after lines of later steps."""
 
     @classmethod
     def near_end(cls, path: Path, last_bytes: int = TAIL_BYTES) -> Self:
@@ -172,10 +173,17 @@ class LineFollower:
         return file.read(self._ends[index] - self._starts[index])
 
     def _last_record(self) -> dict[str, Any] | None:
-        if not self._ends or not self._by_line:
+        if not self._by_line:
             return None
         with self.path.open("rb") as file:
-            return record_of(self._sealed(file, len(self._ends) - 1))
+            for index in reversed(range(len(self._ends))):
+                begin = self._ends[index - 1] if index else self._starts[0]  # of older lines only some are known
+                file.seek(begin)
+                for line in reversed(_lines_of(file.read(self._ends[index] - begin))):
+                    record = record_of(line)
+                    if record is not None and ("loss" in record or "validation_loss" not in record):
+                        return record
+        return None
 
     def _merge(self) -> None:
         """Make one block of neighbours that are short: from a run that is being watched, lines come one by one."""
