@@ -31,7 +31,7 @@ class Wandb(Sink):
 
     def numbers(self, lines: Sequence[tuple[Record, dict[str, float]]]) -> None:
         for record, values in lines:
-            self._log(values, record["step"])
+            self._log(values, max(self._last, record["step"]))  # an evaluation may come late
 
     def events(self, records: Sequence[Record]) -> None:
         """Add what happened to the row of the newest step, as text."""
