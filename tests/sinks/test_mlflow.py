@@ -43,13 +43,14 @@ def test_a_run_is_written_to_the_tracking_server_of_the_run_file(tmp_path, monke
     uri = (tmp_path / "elsewhere").as_uri()
     run = RunFolder(tmp_path / "run", mlflow={"tracking_uri": uri, "experiment": "mine"})
     told = SinkSession(run.path, "mlflow")
-    run.step(0, 1)
+    run.step(0, 1, user={"a//../b/": 2.0, "x" * 300: 3.0})
     told.catch_up()
     told.close()
     found = client(uri)
     (one,) = found.search_runs([found.get_experiment_by_name("mine").experiment_id])
     assert one.info.run_name == "tiny"
     assert [point.value for point in found.get_metric_history(one.info.run_id, "train/loss")] == [0, 1]
+    assert one.data.metrics["user/a/_/_/b/_"] == 2.0
     assert one.data.params["optimizer.kind"] == "adamw"
     assert one.info.status == "KILLED"  # the run left no report
 

@@ -18,8 +18,8 @@ from mlflow.tracking import MlflowClient
 
 from argosy.sinks.sink import About, Record, Sink, flat_config, is_noteworthy
 
-MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 500
-"""Limits of MLflow's REST API in one request, and of a value."""
+MOST_METRICS, MOST_PARAMS, LONGEST_PARAM, LONGEST_METRIC_NAME = 1000, 100, 500, 250
+"""Limits of MLflow's REST API in one request, of a value, and of a name."""
 NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
 
@@ -91,4 +91,6 @@ def _points(record: Record, values: dict[str, float]) -> list[Metric]:
 
 
 def _allowed(name: str) -> str:
-    return NOT_ALLOWED.sub("_", name)
+    """Return a name that MLflow takes: it may be used as a path."""
+    parts = NOT_ALLOWED.sub("_", name).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_METRIC_NAME].rstrip("/")
