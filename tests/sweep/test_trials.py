@@ -14,7 +14,8 @@ from argosy.engines.engine import Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.local import Local
 from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.sweep.trials import Limits, Task, TrialNeeds, TrialRoom, Trials, needs_of
+from argosy.sweep.trials import Limits, Task, TrialNeeds, TrialRoom, Trials, metric_of, needs_of
+from run_folder import RunFolder
 
 LIMITS = Limits(trials=2, cores=4, memory_bytes=1e9, gpus=("0", "1", "2"))
 
@@ -156,3 +157,8 @@ def test_memory_is_that_of_the_planner_for_all_processes() -> None:
     assert needs_of(load("demo", SMALL | {"launch.device": "auto"}), Limits(0, 8, 1e9, ("0", "1"))) == TrialNeeds(
         2, gpus=2
     )
+
+
+def test_a_metric_of_the_users_may_have_dots_in_its_name(tmp_path: Path) -> None:
+    RunFolder(tmp_path).step(0, user={"val.acc": 0.5, "acc": 0.25})
+    assert [metric_of(tmp_path, key, 0) for key in ("user.val.acc", "user.acc", "user.val")] == [0.5, 0.25, None]

@@ -388,11 +388,13 @@ def _number(record: dict[str, Any], key: str) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _inner(record: dict[str, Any], key: str) -> Any:
-    value: Any = record
-    for name in key.split("."):
-        value = value.get(name, _MISSING) if isinstance(value, dict) else _MISSING
-    return value
+def _inner(value: Any, key: str) -> Any:
+    """Return the value of a key in nested tables, whose names may have dots themselves."""
+    if not isinstance(value, dict) or key in value:
+        return value[key] if isinstance(value, dict) else _MISSING
+    tables = (name for name in value if key.startswith(f"{name}."))
+    found = (_inner(value[name], key.removeprefix(f"{name}.")) for name in tables)
+    return next((each for each in found if each is not _MISSING), _MISSING)
 
 
 _MISSING = object()
