@@ -112,6 +112,16 @@ def test_of_a_sweep_the_best_trial_of_each_size_counts(tmp_path: Path) -> None:
     assert found == RunResult(parameters(run_config(tmp_path).model), 8 * 8 * 32, 4.0)
 
 
+def test_runs_on_preferences_are_refused(tmp_path: Path) -> None:
+    trial = next(sweep_folder(tmp_path / "s", 0.4).glob("0*"))
+    save_run(
+        run_config(Path("no data")).with_keys(train={"objective": "reward"}, model={"score": True}), trial / "run.toml"
+    )
+    for given in (trial, tmp_path / "s"):
+        with pytest.raises(UserError, match=r"it learns from preferences \(train.objective = reward\)"):
+            read_results([given])
+
+
 def test_a_sweep_of_which_no_trial_has_ended_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no trial of this sweep has come to its end"):
         read_results([sweep_folder(tmp_path / "s", None, None)])

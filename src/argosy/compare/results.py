@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -52,13 +51,17 @@ def read_sweep(folder: Path) -> list[RunResult]:
     Raises: UserError if there is none.
     """
     best: dict[tuple[float, float], RunResult] = {}
+    why = "none has begun. Let the sweep end, or give other runs."
     for run_dir in trials_in(folder):
-        with suppress(UserError):  # it has failed, or was not promoted
+        try:
             result = read_run(run_dir)
-            size = result.parameters, result.tokens
-            best[size] = min(result, best.get(size, result), key=lambda found: found.loss)
+        except UserError as problem:  # it has failed, or was not promoted
+            why = str(problem)
+            continue
+        size = result.parameters, result.tokens
+        best[size] = min(result, best.get(size, result), key=lambda found: found.loss)
     if not best:
-        raise UserError(f"{folder}: no trial of this sweep has come to its end. Let the sweep end, or give other runs.")
+        raise UserError(f"{folder}: no trial of this sweep has come to its end with a result: {why}")
     return list(best.values())
 
 
@@ -67,6 +70,11 @@ def read_run(run_dir: Path) -> RunResult:
     if not (run_dir / "run.toml").exists():
         raise UserError(f"{run_dir}: not a run's folder, it has no run.toml. Give folders such as runs/NAME, or a CSV.")
     run = load(run_dir / "run.toml")
+    if run.train.has_preferences:
+        raise UserError(
+            f"{run_dir}: it learns from preferences (train.objective = {run.train.objective}), and the law is about "
+            "the loss of tokens. Give runs that learn text or answers."
+        )
     path = run_dir / "metrics.jsonl"
     done = next((record["step"] + 1 for record in from_the_end(path)), 0)
     if not run.train.steps or done < run.train.steps:
