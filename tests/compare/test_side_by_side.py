@@ -10,6 +10,7 @@ import pytest
 from argosy.compare.side_by_side import Comparison, charts, compare, in_text
 from argosy.watch.reader import RunReader
 from run_folder import RunFolder
+from watched import H100
 
 
 def made(folder: Path, losses: list[float]) -> RunReader:
@@ -49,3 +50,19 @@ def test_runs_that_have_nothing_in_common_are_said_to_have_nothing(tmp_path: Pat
     found = compare(made(tmp_path / "a", [3.0, float("nan")]), made(tmp_path / "b", []))
     assert not found.curves and "no loss can be compared" in "\n".join(in_text(found))
     assert json.loads(found.model_dump_json())["a"]["loss"] is None
+
+
+def test_steps_cost_by_the_devices_that_they_were_made_on(tmp_path: Path) -> None:
+    """8 devices at first, 4 after a resize; or 8 all the time."""
+    runs = []
+    for name, later in (("a", 4), ("b", 8)):
+        run = RunFolder(tmp_path / name)
+        for step, size in ((0, 8), (10, later)):
+            run.event("start", step=step, world_size=size, hardware=vars(H100))
+        run.step(*range(20), loss=3.0)
+        runs.append(RunReader.read(run.path))
+    found = compare(*runs)
+    assert found.a.cost and found.b.cost
+    assert found.a.cost == pytest.approx(0.75 * found.b.cost)
+    by_cost = next(curve for curve in found.curves if curve.of == "cost")
+    assert by_cost.at[-1] == pytest.approx(found.a.cost, rel=1e-5)

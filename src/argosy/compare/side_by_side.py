@@ -112,17 +112,26 @@ def _run(reader: RunReader) -> ComparedRun:
     told, machine = line(reader.folder.name, reader), machine_of(reader)
     took_s = float(np.nansum(reader.steps["step_time_s"]))
     price = price_per_device_h(machine) if machine is not None else None
-    devices = told["devices"]
-    known = machine is not None and price is not None and devices is not None
+    known = machine is not None and price is not None and told["devices"] is not None
     return ComparedRun(
         run=told["name"],
         folder=str(reader.folder),
         time_s=took_s,
-        cost=took_s / 3600 * devices * float(price.mid) if known and price is not None else None,
+        cost=float(_device_s(reader).sum()) / 3600 * float(price.mid) if known and price is not None else None,
         currency=machine.currency if known and machine is not None else "",
         **{key: told[key] for key in ("state", "step", "tokens", "plan", "tokens_per_s")},
         **{key: _finite(told[key]) for key in ("loss", "validation_loss")},
     )
+
+
+def _device_s(reader: RunReader) -> Floats:
+    """Return the seconds of each step, times the devices that it was made on: a run may have been resized."""
+    steps, starts = reader.steps["step"], [event for event in reader.events if event["event"] == "start"]
+    sizes = [(event["step"], event["world_size"]) for event in starts if "world_size" in event]
+    devices = np.full(len(steps), float(sizes[0][1] if sizes else line(reader.folder.name, reader)["devices"] or 0))
+    for step, size in sizes:  # by time: a start replaces what an earlier one did from its step on
+        devices[steps >= step] = size
+    return np.nan_to_num(reader.steps["step_time_s"]) * devices
 
 
 def _share_a_price(a: ComparedRun, b: ComparedRun) -> bool:
@@ -135,8 +144,8 @@ def _measure(reader: RunReader, run: ComparedRun, kind: Measure) -> tuple[Floats
     if kind == "tokens":
         spent = steps["tokens"]
     else:
-        spent = np.nancumsum(steps["step_time_s"])
-        spent = spent * ((run.cost or 0.0) / run.time_s) if kind == "cost" and run.time_s > 0 else spent
+        spent = np.nancumsum(_device_s(reader) if kind == "cost" else steps["step_time_s"])
+        spent = spent * ((run.cost or 0.0) / spent[-1]) if kind == "cost" and spent[-1:] > 0 else spent
     loss = steps["loss"]
     known = np.isfinite(loss) & np.isfinite(spent)
     return spent[known], loss[known]
