@@ -73,6 +73,7 @@ def test_the_newest_of_a_run_is_there(tmp_path):
 def test_a_sink_that_was_restarted_says_what_it_said(tmp_path):
     run = RunFolder(tmp_path, prometheus={"port": 0})
     run.step(0, 1)
+    run.evaluation(1, 3.0)
     run.event("save")
     with listening(tmp_path) as sink:
         Feed(tmp_path, {}).take().tell(sink)
@@ -81,6 +82,7 @@ def test_a_sink_that_was_restarted_says_what_it_said(tmp_path):
     with listening(tmp_path, state) as sink:
         _, text = get(sink.state["address"])
     assert 'argosy_steps_done{run="tiny"} 1' in text
+    assert "argosy_validation_loss" not in text  # it is of a step that was lost
     assert 'argosy_events_total{run="tiny",event="save"} 1' in text
 
 

@@ -20,6 +20,7 @@ from argosy.errors import UserError
 from argosy.files import lock_or_holder
 from argosy.watch.library import find_runs, run_folder
 from argosy.watch.reader import RunReader, is_run
+from run_folder import RunFolder
 from run_folders import Made, Trouble, append
 
 
@@ -311,3 +312,14 @@ def test_an_id_names_a_run(root: Path) -> None:
 def test_no_id_leads_out_of_the_folder(root: Path, run_id: str) -> None:
     with pytest.raises(UserError, match="no run"):
         run_folder(root, run_id)
+
+
+def test_an_evaluation_of_steps_that_were_lost_is_forgotten(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.step(0, 1)
+    run.evaluation(1, 3.0)
+    reader = RunReader.read(tmp_path)
+    assert reader.last_evaluation["validation_loss"] == 3.0
+    run.lose_from(1)
+    reader.refresh()
+    assert reader.last_evaluation == {}

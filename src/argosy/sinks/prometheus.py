@@ -81,6 +81,8 @@ class Prometheus(Sink):
     def rewind(self, step: int) -> None:
         """Show what is left: until the next line, the steps that are done."""
         self._latest.step = self.state["step"] = {"step": step - 1} if step else {}
+        if self._latest.evaluation.get("step", -1) >= step:
+            self._latest.evaluation = self.state["evaluation"] = {}
 
     def tick(self) -> None:
         for path in sorted((self.about.folder / "nodes").glob("*.jsonl"))[:MOST_EXPORTED_NODES]:

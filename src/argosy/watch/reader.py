@@ -325,8 +325,8 @@ class RunReader(RunFiles):
     def _read_metrics(self) -> bool:
         changed = self._metrics.refresh()
         self.last_line = self._metrics.last_line
-        if len(self.evaluations):
-            self.last_evaluation = {key: float(self.evaluations[key][-1]) for key in self.evaluations}
+        newest = self.evaluations if len(self.evaluations) else ()
+        self.last_evaluation = {key: float(self.evaluations[key][-1]) for key in newest}
         return changed
 
     def _read_samples(self) -> bool:
