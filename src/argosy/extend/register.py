@@ -58,7 +58,8 @@ class Run(Protocol):
 
     @property
     def loss(self) -> float:
-        """Mean training loss of the step over the tokens of all ranks, nats; known from after_exchange on."""
+        """Training loss of the step, known from after_exchange on: nats, the mean over the tokens of all ranks, or over
+        their pairs or answers where preferences are learned."""
 
     @property
     def grad_norm(self) -> float:
@@ -70,7 +71,8 @@ class Run(Protocol):
 
     @property
     def validation_loss(self) -> float:
-        """Loss on held-out text, nats a token; that of the newest evaluation since this process started."""
+        """Loss on held-out text, nats a token (of a reward model, nats a pair); that of the newest evaluation since
+        this process started."""
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return this rank's parts of the parameters, by name: live tensors, local shapes. Do not write to them."""

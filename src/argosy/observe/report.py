@@ -63,7 +63,8 @@ class Report(BaseModel):
     steps: int
     tokens: int
     loss: float | None
-    """Training loss of the last step, nats per token; None if it was not finite."""
+    """Training loss of the last step, nats per token, or the mean over pairs or answers where preferences are learned;
+    None if it was not finite."""
     step_time_s: float
     """Median, as the next two, of the steps under this plan; of a batch-size ramp, at its largest batch."""
     tokens_per_s: float

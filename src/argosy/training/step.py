@@ -54,7 +54,7 @@ class StepOutcome:
     """The step's result, the same on every process; the gradients wait in the pieces."""
 
     loss: float
-    """Mean over the global batch's tokens, nats."""
+    """Mean over the global batch's tokens, nats, or over its pairs or answers."""
     gradient_norm: float
     """Global, before clipping."""
     replicas_differ: bool

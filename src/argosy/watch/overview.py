@@ -47,7 +47,7 @@ class RunRow:
     """Steps that it is to make."""
     tokens: float | None = None
     loss: float | None = None
-    """The last step's, in nats per token."""
+    """The last step's, in nats per token, or the mean over pairs or answers where preferences are learned."""
     validation_loss: float | None = None
     bits_per_byte: float | None = None
     """The last evaluation's."""

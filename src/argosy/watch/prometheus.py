@@ -48,10 +48,14 @@ METRICS: dict[str, tuple[str, str, str]] = {
     "argosy_steps_done": ("", "", "Steps done; a recovery may take some back."),
     "argosy_steps_planned": ("", "", "Steps that the run is to make."),
     "argosy_trained_tokens": ("step", "tokens", "Tokens trained on; a recovery may take some back."),
-    "argosy_loss": ("step", "loss", "Training loss of the newest step, nats per token."),
+    "argosy_loss": (
+        "step",
+        "loss",
+        "Training loss of the newest step: nats per token, or the mean over pairs or answers.",
+    ),
     "argosy_gradient_norm": ("step", "grad_norm", "Norm of the newest gradient, before clipping."),
     "argosy_learning_rate": ("step", "lr", "Learning rate of the newest step."),
-    "argosy_validation_loss": ("evaluation", "validation_loss", "Loss on held-out text, nats per token."),
+    "argosy_validation_loss": ("evaluation", "validation_loss", "Loss on held-out text, nats per token, or per pair."),
     "argosy_validation_bpb": ("evaluation", "bits_per_byte", "Bits per byte of held-out text."),
     "argosy_validation_accuracy_ratio": (
         "evaluation",
