@@ -83,7 +83,7 @@ class Run(Protocol):
         They exist in a metric and at after_exchange, before clipping; elsewhere the mapping is empty.
         """
 
-    def log(self, **values: float) -> None:
+    def log(self, /, **values: float) -> None:
         """Write numbers into the line of the step in metrics.jsonl, under "user"; the last value of a name counts.
 
         Rank 0's values are written; those of other ranks are not. A metric is for means over ranks. Values that are

@@ -69,11 +69,12 @@ def test_each_point_is_called_in_order_with_what_is_known_there(corpus, tmp_path
 
 
 def test_what_is_logged_is_in_the_line_of_its_step_and_its_time_is_counted(trainer, tmp_path):
-    text = "@extend.callback('after_step')\ndef f(run):\n    run.log(a=run.step, b=torch.tensor(2.5))\n    run.log(a=7)"
+    logs = "run.log(a=run.step, b=torch.tensor(2.5))\n    run.log(a=7, **{'self': 3})"
+    text = f"@extend.callback('after_step')\ndef f(run):\n    {logs}"
     made = trainer(extend=code(tmp_path, text))
     do_step(made)
     (record,) = Metrics(tmp_path).read()
-    assert record["user"] == {"a": 7.0, "b": 2.5}
+    assert record["user"] == {"a": 7.0, "b": 2.5, "self": 3.0}
     assert record["seconds"]["user"] > 0
     assert sum(v for k, v in record["seconds"].items() if k != "step") == pytest.approx(
         record["seconds"]["step"], abs=1e-5

@@ -225,7 +225,7 @@ class UserView:
         found = ((piece.name, piece.value.grad) for piece in self._state.model.pieces)
         return {name: gradient.detach() for name, gradient in found if gradient is not None}
 
-    def log(self, **values: float) -> None:
+    def log(self, /, **values: float) -> None:
         """Keep numbers for the line of the step. Raises: TypeError, ValueError."""
         for name, value in values.items():
             number = number_of(value, f"run.log({name}=...)")
