@@ -124,6 +124,13 @@ def test_what_is_over_leads_to_the_command_that_goes_on(run, facts, state, comma
     assert (found.health == "critical") == (state == "failed")
 
 
+def test_a_run_that_paused_is_told_to_go_on_beyond_the_pause(run: RunFolder) -> None:
+    training(run, [3.0] * 20)
+    (run.path / "run.toml").write_text("train.steps = 40\ntrain.pause_at = 20\n")
+    run.event("end", step=20, finished=False, paused_at=20)
+    assert status(run.path).next.command.endswith(" --train.pause-at 0")
+
+
 def test_a_reward_model_that_is_done_is_not_asked_for_text(finished: RunFolder) -> None:
     (finished.path / "run.toml").write_text('train.objective = "reward"\nmodel.score = true\n')
     assert status(finished.path).next.command == f"argosy evaluate {finished.path}"

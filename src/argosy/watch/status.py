@@ -293,6 +293,9 @@ def next_action(reader: RunReader, alerts: list[Alert], advice: Iterable[Advice]
         "failed": ("Mend what the reason says; then the same command goes on.", again),
         "silent": ("See what each rank waits for.", f"argosy stacks {folder}"),
     }
+    pause_at = reader.run.train.pause_at if reader.run is not None else 0
+    if 0 < pause_at <= reader.last_line.get("step", -1) + 1:
+        states["stopped"] = "It paused, as train.pause_at says. Go on without that key.", f"{again} --train.pause-at 0"
     if reader.state in states:
         do, command = states[reader.state]
         return NextAction(rule=reader.state, do=do, command=command)
