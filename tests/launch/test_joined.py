@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from argosy.launch.joined import read_heartbeats
+from argosy.launch.joined import _settle, read_heartbeats
 from argosy.observe.heartbeat import UNREAD
 from argosy.parallel.world import World
 from argosy.supervise import scratch
@@ -37,3 +38,12 @@ def test_without_room_in_memory_the_run_goes_on_unread(tmp_path: Path, monkeypat
     monkeypatch.setattr(scratch, "SCRATCH", tmp_path / "nowhere")
     assert made_a_step(World(), tmp_path, "one") is False
     assert not (tmp_path / "nodes").exists()
+
+
+def test_a_run_that_goes_on_has_no_report_of_an_earlier_end(corpus: Path, tmp_path: Path):
+    """Else it would be shown as ended, with the goodput and energy of its first part."""
+    for _ in range(2):
+        with ExitStack() as held:
+            _settle(run_config(corpus), tmp_path, World(), False, held)
+        assert not (tmp_path / "report.json").exists()
+        (tmp_path / "report.json").write_text('{"status": "stopped"}')

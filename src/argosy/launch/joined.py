@@ -154,6 +154,7 @@ def _settle(
     plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
     check_profile(run, plan)
     run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
+    (run_dir / "report.json").unlink(missing_ok=True)  # of a run that was stopped: it goes on
     generation = fence.newest_generation(run_dir) + 1
     fence.begin_generation(run_dir, generation)
     return run, plan, generation
