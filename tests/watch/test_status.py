@@ -124,6 +124,12 @@ def test_what_is_over_leads_to_the_command_that_goes_on(run, facts, state, comma
     assert (found.health == "critical") == (state == "failed")
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_run_of_losses_that_are_not_finite_is_told_of_without_a_warning_of_numpy(run: RunFolder) -> None:
+    found = training(run, [float("nan")] * 70)
+    assert found.loss.now is None and found.next.rule == "nan"
+
+
 def test_a_run_that_paused_is_told_to_go_on_beyond_the_pause(run: RunFolder) -> None:
     training(run, [3.0] * 20)
     (run.path / "run.toml").write_text("train.steps = 40\ntrain.pause_at = 20\n")

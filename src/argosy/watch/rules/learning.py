@@ -66,9 +66,11 @@ def spikes(facts: RunFacts) -> dict[int, tuple[float, float]]:
     if len(loss) <= SPIKE_WINDOW:
         return {}
     windows = np.lib.stride_tricks.sliding_window_view(loss, SPIKE_WINDOW)[:-1]
+    known = np.isfinite(windows).any(axis=1)
+    windows, now = windows[known], loss[SPIKE_WINDOW:][known]
+    steps = facts.column("step", slice(first, None))[SPIKE_WINDOW:][known]
     usual = np.nanmedian(windows, axis=1)
     spread = SIGMAS_OF_MAD * np.nanmedian(np.abs(windows - usual[:, None]), axis=1)
-    now, steps = loss[SPIKE_WINDOW:], facts.column("step", slice(first, None))[SPIKE_WINDOW:]
     is_spike = (now > usual + SPIKE_SIGMAS * spread) & (now > (1 + SPIKE_SHARE) * usual)
     return {int(steps[at]): (float(now[at]), float(usual[at])) for at in np.flatnonzero(is_spike)}
 
