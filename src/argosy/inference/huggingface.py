@@ -243,7 +243,8 @@ def _first_sentence(found: TrainedModel, has_base: bool) -> str:
         return f"Weights of a {run.model.family} model, imported by [Argosy](https://pypi.org/project/argosy/)."
     start = "from random weights" if run.model.weights is None else f"from `{_shown(run.model.weights)}`"
     kept = f" What that model's authors say of it is in [{BASE_CARD}]({BASE_CARD})." if has_base else ""
-    return f"Model of the family {run.model.family}, trained {how} {start} by [Argosy](https://pypi.org/project/argosy/).{kept}"
+    what = f"Model of the family {run.model.family}, trained {how} {start}"
+    return f"{what} by [Argosy](https://pypi.org/project/argosy/).{kept}"
 
 
 def _model(found: TrainedModel, kind: str) -> dict[str, Any]:

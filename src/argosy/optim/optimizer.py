@@ -273,12 +273,10 @@ class Muon(UpdateRule):
 
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
         """Apply the directions. Matrices without one from `prepare` belong to this rank alone."""
-        for slot in slots:
+        for slot in not_empty(slots):
             direction = self._directions.pop(slot.piece.name, None)
             if direction is None:
                 (direction,) = orthogonal([slot.piece], [self._momentum(slot)], None)
-            if not slot.piece.value.numel():
-                continue
             with opened([slot]) as (update,):
                 update.moments["momentum_buffer"].lerp_(update.gradient, 1 - self.config.momentum)
                 size = 0.2 * math.sqrt(max(update.piece.shape[-2:]))

@@ -10,9 +10,8 @@ Yang & Hu 2021, "Tensor Programs V", table 8, for optimizers whose step does not
 
 A router's outputs are as many for every width, as the head's are. It has the other form of the same rule (table 3):
 standard deviation and learning rate over the growth of its inputs, without a multiplier. So have a gate of one number
-and the head of a reward model. Muon's step is an orthogonal
-matrix times a size: its spectral norm has to stay as sqrt(outputs / inputs) does (Yang, Simon & Bernstein 2023, "A
-spectral condition for feature learning").
+and the head of a reward model. Muon's step is an orthogonal matrix times a size: its spectral norm has to stay as
+sqrt(outputs / inputs) does (Yang, Simon & Bernstein 2023, "A spectral condition for feature learning").
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ VALIDATION_LOSS = "validation_loss"
 """A line with this key, and without the other, is that of an evaluation."""
 BITS_PER_BYTE = "bits_per_byte"
 VALIDATION_ACCURACY = "validation_accuracy"
-"""Of a reward model."""
+"""Accuracy of a reward model on held-out pairs: a key of evaluations too."""
 FIRST_KEYS = (STEP_COLUMN, LOSS_KEY, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
 """Keys of a long file that are read of each line before anything is shown."""
 NORMS_GROUP = "norms"
