@@ -120,18 +120,12 @@ def _as_large_as_in_a_run(monkeypatch):
     monkeypatch.setitem(measured.SIZE, "cpu", SIZE)
 
 
-def test_the_peak_is_repeatable():
-    first, second = (matmul_peak_flops(CPU, torch.float32) for _ in range(2))
-    assert 1 / 3 < first / second < 3  # other tests and other people use this machine
-
-
-def test_no_matmul_of_that_size_is_faster_than_the_peak():
-    peak = matmul_peak_flops(CPU, torch.float32)
-    a = torch.randn(SIZE, SIZE)
-    began = time.perf_counter()
-    for _ in range(4):
-        a @ a
-    assert 4 * 2 * SIZE**3 / (time.perf_counter() - began) < 1.5 * peak
+def test_the_peak_is_the_best_of_several_since_a_busy_machine_makes_matmuls_slower(monkeypatch):
+    timed = iter([0.03, 0.02, 0.01, *[0.04] * 100])
+    sizes = []
+    monkeypatch.setattr(measured, "seconds_of", lambda call, device: sizes.append(call().shape) or next(timed))
+    assert matmul_peak_flops(CPU, torch.float32) == pytest.approx(2 * SIZE**3 / 0.01)
+    assert sizes == [(SIZE, SIZE)] * measured.REPEATS
 
 
 def test_a_number_format_without_fast_matmuls_is_not_measured_for_long(monkeypatch):
