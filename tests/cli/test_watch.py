@@ -24,10 +24,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
          "argosy watch FOLDER"),
         (["none"], "none: no such folder. Name a run's folder or one that holds runs: argosy watch FOLDER"),
         (["file"], "file: a file. Name the folder of a run, such as .."),
-        ([".", "--json", "--terminal"], "--json prints the address of a page, and with --terminal there is none. Leave "
-         "one of them out."),
-        ([".", "--json", "--mcp"], "--json prints the address of a page, and with --mcp there is none. Leave one of "
-         "them out."),
+        ([".", "--json", "--terminal"], "--json is for the page, and with --terminal there is none. Leave one of them "
+         "out."),
+        ([".", "--mcp", "--port", "8765"], "--port is for the page, and with --mcp there is none. Leave one of them "
+         "out."),
+        ([".", "--terminal", "--mcp"], "--terminal and --mcp: both want stdin and stdout. Leave one of them out."),
         ([".", "--mcp", "--allow", "stop, fly"], "--allow fly: there is no such thing. Allow some of: start, stop, "
          "replan."),
         ([".", "--allow", "stop,stop"], "--allow: it says what agents may do; give --mcp or --mcp-http as well."),

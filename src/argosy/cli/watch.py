@@ -76,13 +76,11 @@ class WatchAddress:
 def main(argv: list[str]) -> int:
     options = parse(argv, "argosy watch", Options)
     root = _folder(options.run)
-    if options.json and (options.terminal or options.mcp):
-        other = "--terminal" if options.terminal else "--mcp"
-        raise UserError(f"--json prints the address of a page, and with {other} there is none. Leave one of them out.")
+    _check_page(options)
+    allowed = _allowed(options)
     warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
     if options.terminal:
         return int(import_module("argosy.watch.terminal").main(root))
-    allowed = _allowed(options)
     if options.mcp or options.mcp_http:
         imported("mcp", "mcp", "argosy watch --mcp")
     if options.mcp:
@@ -114,6 +112,22 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             print()
     return 0
+
+
+def _check_page(options: Options) -> None:
+    """Raises: UserError if one asks for a page, and another for none."""
+    of_page = {
+        "--json": options.json,
+        "--open": options.open,
+        "--mcp-http": options.mcp_http,
+        "--host": options.host != Options.host,
+        "--port": options.port is not None,
+    }
+    without = [word for word, said in (("--terminal", options.terminal), ("--mcp", options.mcp)) if said]
+    if without and (said := next((word for word, said in of_page.items() if said), None)):
+        raise UserError(f"{said} is for the page, and with {without[0]} there is none. Leave one of them out.")
+    if len(without) > 1:
+        raise UserError("--terminal and --mcp: both want stdin and stdout. Leave one of them out.")
 
 
 def _allowed(options: Options) -> list[Allowed]:
