@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from argosy.checkpoint.history import History, Position, from_metadata, to_metadata
 
 FIRST = History().next("a1", 0)
@@ -11,6 +13,12 @@ SECOND = FIRST.next("b2", 20)
 def test_position_and_history_go_through_the_metadata_of_a_file():
     position = Position(7, 700, ((1, 2), (5, 9)))
     assert from_metadata(to_metadata(position, SECOND)) == (position, SECOND)
+
+
+@pytest.mark.parametrize("wrong", [{"position": "7"}, {"position": "[7, 700, 3, 0]"}, {"history": "[1, [2], 3]"}])
+def test_metadata_of_something_else_are_a_value_error(wrong):
+    with pytest.raises(ValueError):
+        from_metadata(to_metadata(Position(7, 700), SECOND) | wrong)
 
 
 def test_states_after_the_step_at_which_another_world_took_over_do_not_count():

@@ -68,9 +68,12 @@ def to_metadata(position: Position, history: History) -> dict[str, str]:
 
 def from_metadata(about: dict[str, str]) -> tuple[Position, History]:
     """Return what `to_metadata` was given. Raises: KeyError, ValueError if `about` is something else."""
-    step, tokens, skipped, rounds = json.loads(about["position"])
-    depth, ended, world = json.loads(about["history"])
-    return (
-        Position(step, tokens, tuple((first, end) for first, end in skipped), rounds),
-        History(depth, tuple((name, last) for name, last in ended), world),
-    )
+    try:
+        step, tokens, skipped, rounds = json.loads(about["position"])
+        depth, ended, world = json.loads(about["history"])
+        return (
+            Position(step, tokens, tuple((first, end) for first, end in skipped), rounds),
+            History(depth, tuple((name, last) for name, last in ended), world),
+        )
+    except TypeError as problem:  # a number where there should be a list
+        raise ValueError(str(problem)) from None
