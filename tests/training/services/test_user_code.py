@@ -145,6 +145,20 @@ def test_random_numbers_and_settings_are_put_back_and_that_is_said_once(trainer,
 )
 def test_a_callback_that_writes_to_weights_or_gradients_ends_the_run(trainer, tmp_path, point, body):
     made = trainer(extend=code(tmp_path, f"@extend.callback('{point}')\ndef tamper(run):\n    {body}\n"))
+def test_metrics_stand_beside_as_many_names_as_may_be_logged(trainer, tmp_path):
+    made = trainer(
+        extend=code(
+            tmp_path,
+            "@extend.metric('one')\ndef f(run): return 1\n"
+            "@extend.callback('before_step')\ndef g(run): run.log(**{str(i): i for i in range(1000)})\n",
+        )
+    )
+    do_step(made)
+    (record,) = Metrics(tmp_path).read()
+    assert len(record["user"]) == 1001 and record["user"]["one"] == 1.0
+    assert not events(tmp_path, "user_code_off")
+
+
     with pytest.raises(RunFailed, match=r"the callback tamper changed the weights or gradients of norm.weight"):
         do_step(made)
 

@@ -50,6 +50,8 @@ class UserCode(Service):
         self._metrics: list[Extension | None] = [e for e in extensions if e.declared.kind == "metric"]
         """None in place of one that is switched off here; all ranks have as many."""
         self._reductions = [(e.declared.name, e.declared.facts["reduce"]) for e in self._metrics if e]
+        self._means: dict[str, float] = {}
+        """The metrics of the step at hand, over all ranks."""
         self._told: set[str] = set()
 
     def start(self, step: int) -> None:
@@ -82,9 +84,10 @@ class UserCode(Service):
     def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:
         """Log the metrics over all ranks, and call the callbacks that see the outcome. Raises: RunFailed."""
         self._now.loss, self._now.grad_norm = outcome.loss, outcome.gradient_norm
+        self._means = {}  # not those of a step that did not count
         for (name, reduce), total, count in zip(self._reductions, sums[::2], sums[1::2], strict=True):
-            if count:
-                self._run.log(**{name: total / count if reduce == "mean" else total})
+            if count and math.isfinite(total):
+                self._means[name] = total / count if reduce == "mean" else total
         self._now.has_gradients = True
         self._at("after_exchange")
         self._now.has_gradients = False
@@ -98,8 +101,8 @@ class UserCode(Service):
         self._at("evaluate")
 
     def line(self, step: int) -> Mapping[str, Any]:
-        """Return what this rank logged since the last call."""
-        logged = self._run.take_logged()
+        """Return the metrics, and what this rank logged since the last call."""
+        logged, self._means = self._means | self._run.take_logged(), {}
         return {"user": logged} if logged else {}
 
     def saved(self) -> None:
