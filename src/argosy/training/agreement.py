@@ -191,9 +191,12 @@ class Agreement:
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    def save_last_state(self) -> None:
-        """Read no more, and leave nothing unsaved. Raises: StorageError if the state cannot be saved."""
-        self.saving.save_last_state()
+    def save_last_state(self) -> bool:
+        """Read no more, and leave nothing unsaved. Returns False if that took no checkpoint.
+
+        Raises: StorageError if the state cannot be saved.
+        """
+        return self.saving.save_last_state()
 
     @property
     def is_due(self) -> bool:

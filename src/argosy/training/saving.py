@@ -294,14 +294,15 @@ class Saving:
         self._parts.heartbeat.has_written(self._checkpointer.written_bytes)
         self._restorer.show_safe_step()
 
-    def save_last_state(self) -> None:
-        """Read no more, save the state if it is not saved yet, and wait for the disk.
+    def save_last_state(self) -> bool:
+        """Read no more, save the state if it is not saved yet, and wait for the disk. Returns False if it was saved.
 
         Raises: StorageError if the state cannot be saved.
         """
         self._parts.heartbeat.enter("finishing")
         self._parts.batches.close()
         self._restorer.make_replicas_agree()
+        before_s = self._checkpointer.last_save_s
         error = self._checkpointer.finish(self._state)
         self._parts.heartbeat.has_written(self._checkpointer.written_bytes)
         if error:
@@ -309,6 +310,7 @@ class Saving:
                 f"{self._parts.run_dir}: the state after step {self._state.step} could not be saved ({error}). Mend "
                 "that, and run the same command again to go on from the newest checkpoint."
             )
+        return self._checkpointer.last_save_s > before_s
 
     def close(self) -> None:
         """Wait until what was saved is verified and copied away as well; nothing can be saved after that."""

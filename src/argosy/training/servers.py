@@ -194,12 +194,13 @@ class Servers(Agreement):
         """Return False: the servers save."""
         return False
 
-    def save_last_state(self) -> None:
-        """Read no more."""
+    def save_last_state(self) -> bool:
+        """Read no more. Returns False: the servers save."""
         self._parts.heartbeat.enter("finishing")
         self._batches.close()
         if self._scored != self._pace.steps:
             self._evaluator.score = None  # another worker has scored the last weights
+        return False
 
     @property
     def is_due(self) -> bool:

@@ -174,7 +174,9 @@ class Trainer:
         """
         parts, records, agreement, pace = self.parts, self.parts.records, self.agreement, self._pace
         parts.show("saving the last state")
-        agreement.save_last_state()
+        if agreement.save_last_state():
+            for service in self._services:
+                service.saved()
         done, is_scored = self.state.step, self._evaluator.score is not None
         if done == pace.steps and agreement.is_score_due(done) and not (is_scored or self.is_stopped_early):
             self._evaluate()

@@ -68,6 +68,16 @@ def test_each_point_is_called_in_order_with_what_is_known_there(corpus, tmp_path
     ]
 
 
+def test_the_last_checkpoint_is_a_save_too(corpus, tmp_path):
+    text = f"@extend.callback('save')\ndef f(run):\n    with open('{tmp_path / 'saves'}', 'a') as f: f.write('.')\n"
+    text += "    run.log(saved=run.step)\n"
+    run = run_config(corpus, extend=code(tmp_path, text), train={"steps": 2}, evaluate={"every_steps": 0})
+    train_in(World(), run, EAGER, tmp_path / "run")
+    assert (tmp_path / "saves").read_text() == "."
+    (end,) = events(tmp_path / "run", "end")
+    assert end["user"] == {"saved": 1.0}
+
+
 def test_what_is_logged_is_in_the_line_of_its_step_and_its_time_is_counted(trainer, tmp_path):
     logs = "run.log(a=run.step, b=torch.tensor(2.5))\n    run.log(a=7, **{'self': 3})"
     text = f"@extend.callback('after_step')\ndef f(run):\n    {logs}"
@@ -135,16 +145,6 @@ def test_random_numbers_and_settings_are_put_back_and_that_is_said_once(trainer,
     assert event["did"] == "changed torch's random numbers and settings of torch, which were put back"
 
 
-@pytest.mark.parametrize(
-    ("point", "body"),
-    [
-        ("after_step", "run.weights()['norm.weight'].mul_(2)"),
-        ("after_exchange", "run.gradients()['norm.weight'].zero_()"),
-        ("before_step", "run.weights()['norm.weight'].mul_(2); raise ValueError"),
-    ],
-)
-def test_a_callback_that_writes_to_weights_or_gradients_ends_the_run(trainer, tmp_path, point, body):
-    made = trainer(extend=code(tmp_path, f"@extend.callback('{point}')\ndef tamper(run):\n    {body}\n"))
 def test_metrics_stand_beside_as_many_names_as_may_be_logged(trainer, tmp_path):
     made = trainer(
         extend=code(
@@ -159,6 +159,16 @@ def test_metrics_stand_beside_as_many_names_as_may_be_logged(trainer, tmp_path):
     assert not events(tmp_path, "user_code_off")
 
 
+@pytest.mark.parametrize(
+    ("point", "body"),
+    [
+        ("after_step", "run.weights()['norm.weight'].mul_(2)"),
+        ("after_exchange", "run.gradients()['norm.weight'].zero_()"),
+        ("before_step", "run.weights()['norm.weight'].mul_(2); raise ValueError"),
+    ],
+)
+def test_a_callback_that_writes_to_weights_or_gradients_ends_the_run(trainer, tmp_path, point, body):
+    made = trainer(extend=code(tmp_path, f"@extend.callback('{point}')\ndef tamper(run):\n    {body}\n"))
     with pytest.raises(RunFailed, match=r"the callback tamper changed the weights or gradients of norm.weight"):
         do_step(made)
 
