@@ -36,6 +36,7 @@ def test_ranks_are_chosen_by_their_place_or_named(ranks: str, chosen: set[int] |
         ({"alerts": {"on": ["spikes"]}}, "Input should be 'spike', 'nan', 'stall'"),
         ({"prometheus": {"port": 65536}}, "less than or equal to 65535"),
         ({"energy": {"pue": 0.9}}, "greater than or equal to 1"),
+        ({"energy": {"currency": "EUR"}}, "currency = EUR has no effect without price_per_device_h"),
     ],
 )
 def test_what_cannot_be_observed_so_is_refused(table: dict[str, Any], said: str) -> None:

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from argosy.config.section import PositiveSeconds, Section
 
@@ -74,6 +82,15 @@ class EnergyConfig(Section):
     """Price of an hour of one device (on CPUs: of a process); none: that of `launch.cluster`, or the catalogue's."""
     currency: str = "USD"
     """Currency of price_per_device_h."""
+
+    @model_validator(mode="after")
+    def _currency_has_a_price(self) -> Self:
+        if self.currency != "USD" and self.price_per_device_h is None:
+            raise ValueError(
+                f"currency = {self.currency} has no effect without price_per_device_h: other prices are in the "
+                "currency of `launch.cluster`, or in USD; give it too"
+            )
+        return self
 
 
 class ProfileConfig(Section):
