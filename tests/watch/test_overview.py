@@ -22,7 +22,9 @@ from argosy.watch.overview import (
     unreadable,
 )
 from argosy.watch.reader import RunReader, RunTail
+from run_folder import RunFolder
 from run_folders import START_S, Made, Trouble, append
+from watched import CPU
 
 MADE = Made(steps=60, total_steps=100, ranks=4, step_s=0.5, evaluate_every=20, norms_every=10, is_finished=False)
 
@@ -39,6 +41,14 @@ def test_a_row_has_the_last_line_of_the_run(tmp_path: Path) -> None:
     assert (row.loss, row.tokens, row.mfu) == (last["loss"], last["tokens"], last["mfu"])
     assert (row.devices, row.model) == (4, "llama-5m") and row.plan is not None and "dp_replicate=4" in row.plan
     assert row.validation_loss is not None and row.started_s is not None and row.started_s >= START_S
+
+
+def test_a_row_costs_what_the_run_file_says_of_its_devices(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, energy={"price_per_device_h": 3.0, "currency": "EUR"})
+    run.event("start", step=0, world_size=2, hardware=vars(CPU))
+    run.event("end", step=0)
+    row = row_of("demo", RunReader.read(tmp_path))
+    assert row.cost is not None and row.currency == "EUR"
 
 
 def test_a_run_that_has_ended_has_nothing_left_and_its_reports_goodput(tmp_path: Path) -> None:

@@ -191,12 +191,14 @@ def _machine(run: RunConfig, run_dir: Path) -> Cluster | None:
 
 
 def machine_started_on(run: RunConfig, hardware: Any) -> Cluster | None:
-    """Return the cluster that a run's money and power are counted for: launch.cluster, else the catalogue's devices.
+    """Return the cluster that a run's money and power are counted for: launch.cluster, else the catalogue's devices,
+    at the prices of the run file.
 
     hardware: of a `start` event. None: it is of another version, or the cluster's file is elsewhere.
     """
     try:
-        return machine_at_hand(run, DetectedHardware(**hardware))
+        machine = machine_at_hand(run, DetectedHardware(**hardware))
+        return machine and priced(machine, run.observe.energy)
     except (ArgosyError, ValueError, TypeError, OSError):
         return None
 
@@ -262,7 +264,7 @@ def energy_of_run(
     machine: what the run's devices are by its description or the catalogue. predicted_step_s: None without a
     prediction.
     """
-    machine = machine and _as_set(machine, settings)
+    machine = machine and priced(machine, settings)
     joules, device_s, sources = _told(run_dir)
     unseen_s = so_far.steps_s * so_far.devices - device_s
     if unseen_s > UNSEEN * so_far.steps_s * so_far.devices:  # it began before there were such lines, or was very short
@@ -292,7 +294,7 @@ def energy_of_run(
     )
 
 
-def _as_set(machine: Cluster, settings: EnergyConfig) -> Cluster:
+def priced(machine: Cluster, settings: EnergyConfig) -> Cluster:
     """Return the machine with what the run file says of energy in place of what it has."""
     given = {
         key: value

@@ -20,6 +20,7 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
+from argosy.observe.energy import priced
 from argosy.plan.calibration import FinishedRun, Reconciled, learn_from, reconcile
 from argosy.plan.cost.breakdown import OF_TIME, RUN_STD
 from argosy.plan.cost.constants import time_std
@@ -231,7 +232,7 @@ class Planner:
         machine = _quietly(lambda: machine_at_hand(run, found))
         # The folder may be read on another machine than the run's, where a description says nothing about it.
         is_told = facts.prediction is None or machine is None or facts.prediction.cluster == _name(machine)
-        return machine if is_told else None
+        return priced(machine, run.observe.energy) if machine is not None and is_told else None
 
     @property
     def _hardware(self) -> dict[str, Any] | None:
