@@ -293,8 +293,8 @@ def write_lines(run_dir: Path, node: str, **energy: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def so_far(steps_s: float = 1800.0) -> RunSoFar:
-    return RunSoFar(tokens=10**6, steps=1000, steps_s=steps_s, devices=2)
+def so_far(device_s: float = 3600.0) -> RunSoFar:
+    return RunSoFar(tokens=10**6, steps=1000, device_s=device_s, devices=2)
 
 
 def test_a_run_is_the_sum_over_its_nodes_with_what_it_is_worth_here(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from argosy.config.train import BatchStage
+from argosy.observe.events import Metrics
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
@@ -56,3 +57,14 @@ def test_steps_in_which_sites_sum_gradients_are_no_rounds():
     assert found is not None and found.round_wait_s is not None
     assert (found.round_wait_s.predicted, found.round_wait_s.measured) == (3.0, 2.0)
     assert found.sent_bytes["sites"].measured == 8, "bytes are those of the whole run"
+
+
+def test_device_time_counts_the_ranks_that_each_step_had(tmp_path: Path) -> None:
+    """Two ranks, then eight, then again two that make the eight's steps once more."""
+    metrics = Metrics(tmp_path)
+    for step in range(12):
+        metrics.write({"step": step, "loss": 1.0, "step_time_s": 1.0, "memory_bytes": 1, "seconds": {"step": 2.0}})
+    measured = StepFigures(0, [(0, 2), (4, 8)])
+    assert len(list(measured.steps(metrics))) == 12 and measured.device_s == 4 * 2 * 2.0 + 8 * 8 * 2.0
+    measured = StepFigures(0, [(0, 2), (10, 8), (4, 2)])
+    assert len(list(measured.steps(metrics))) == 12 and measured.device_s == 12 * 2 * 2.0

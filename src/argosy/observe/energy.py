@@ -250,8 +250,8 @@ class RunSoFar:
     tokens: int
     steps: float
     """Its steps, counted in steps with the whole batch."""
-    steps_s: float
-    """Time of all its steps."""
+    device_s: float
+    """Time of all its steps, times the ranks that each had."""
     devices: int
     """Ranks at its end."""
 
@@ -266,8 +266,8 @@ def energy_of_run(
     """
     machine = machine and priced(machine, settings)
     joules, device_s, sources = _told(run_dir)
-    unseen_s = so_far.steps_s * so_far.devices - device_s
-    if unseen_s > UNSEEN * so_far.steps_s * so_far.devices:  # it began before there were such lines, or was very short
+    unseen_s = so_far.device_s - device_s
+    if unseen_s > UNSEEN * so_far.device_s:  # it began before there were such lines, or was very short
         watts = None if machine is None else watts_per_device(machine)
         if watts is None:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,9 @@ def write_report(
     is_worker = plan.has_servers
     if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
         sample = _sample(run, run_dir, data, device)
-    since = plan_since(_starts(run_dir))
-    measured = StepFigures(since)
+    starts = _starts(run_dir)
+    since = plan_since(starts)
+    measured = StepFigures(since, [(start["step"], start.get("world_size", 1)) for start in starts])
     found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at, since)
     if found is None:
         return  # stopped before the first step: there is nothing to report
@@ -138,7 +139,7 @@ def write_report(
             run_dir,
             run.observe.energy,
             machine,
-            RunSoFar(found["tokens"], _full_steps(run, found), found["seconds"]["step"], plan.world_size),
+            RunSoFar(found["tokens"], _full_steps(run, found), measured.device_s, plan.world_size),
             None if prediction is None else prediction.step_s,
         ),
         not_deterministic=(
@@ -157,10 +158,12 @@ def write_report(
 class StepFigures:
     """Values of the lines of steps beside their totals."""
 
-    def __init__(self, since: int):
-        """`since`: the step from which on the plan is the one that the run ended with."""
-        self._since = since
-        self.counted_s, self.memory_bytes = 0.0, 0
+    def __init__(self, since: int, sizes: Sequence[tuple[int, int]] = ()):
+        """`since`: the step from which on the plan is the one that the run ended with. `sizes`: first step and ranks of
+        each world, in order."""
+        self._since, self._sizes = since, sizes
+        self.count = self.memory_bytes = 0
+        self.counted_s = self.device_s = 0.0
         self.newest: deque[dict[str, Any]] = deque(maxlen=TYPICAL_OF)
         """The last steps under that plan."""
 
@@ -171,10 +174,15 @@ class StepFigures:
                 continue
             self.counted_s += record["step_time_s"]
             if record["step"] >= self._since and not record.get("profiled"):
+            self.device_s += record["seconds"]["step"] * self._size_at(record["step"])
                 self.newest.append(record)
                 self.memory_bytes = max(self.memory_bytes, record["memory_bytes"])
             yield record
 
+
+    def _size_at(self, step: int) -> int:
+        """Return the ranks of the world that made `step`: a later world makes steps of earlier ones again."""
+        return next((size for first, size in reversed(self._sizes) if first <= step), 1)
 
 def predicted_beside_measured(
     run: RunConfig, plan: Plan, prediction: Prediction | None, measured: StepFigures, facts: dict[str, Any]
