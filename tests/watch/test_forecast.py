@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from argosy.observe.energy import watts_per_device
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
@@ -94,5 +95,5 @@ def test_past_time_counts_for_as_many_devices_as_the_run_had(power_w: float | No
     assert price is not None
     assert found.cost_so_far == pytest.approx(so_far_h * float(price.mid), rel=0.01)
     assert found.cost.mid == pytest.approx((so_far_h + left_h) * float(price.mid), rel=0.05)
-    if power_w:
-        assert found.energy_kwh.mid == pytest.approx((so_far_h + left_h) * 0.7, rel=0.05)
+    watts = 700.0 if power_w else machine and watts_per_device(machine)
+    assert watts and found.energy_kwh.mid == pytest.approx((so_far_h + left_h) * watts / 1000, rel=0.05)

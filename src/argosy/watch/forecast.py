@@ -187,7 +187,9 @@ def _energy(
     if facts.power_w:
         return Estimate.of_draws(in_all * facts.power_w / plan.world_size / 1000), facts.power_source
     power = None if machine is None else power_per_device_w(machine)
-    return (None, "") if power is None else (Estimate.of_draws(in_all * _of(power, random) / 1000), "estimate")
+    if machine is None or power is None:
+        return None, ""
+    return Estimate.of_draws(in_all * _of(power, random) / machine.pue / 1000), "estimate"  # as measured: computers
 
 
 def _of(estimate: Estimate, random: np.random.Generator) -> Floats:
