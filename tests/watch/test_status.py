@@ -142,6 +142,13 @@ def test_a_reward_model_that_is_done_is_not_asked_for_text(finished: RunFolder) 
     assert status(finished.path).next.command == f"argosy evaluate {finished.path}"
 
 
+def test_a_reward_model_is_told_of_by_its_accuracy(run: RunFolder) -> None:
+    run.evaluation(0, 0.6, validation_accuracy=0.7125)
+    found = training(run, [0.5, 0.5])
+    assert found.loss.accuracy == 0.7125
+    assert any("validation 0.6, 71.2% of pairs" in line for line in in_text(found))
+
+
 def test_advice_is_a_warning_only_while_the_run_can_follow_it(tmp_path):
     found = {}
     for is_finished in (False, True):

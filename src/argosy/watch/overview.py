@@ -50,7 +50,8 @@ class RunRow:
     """The last step's, in nats per token, or the mean over pairs or answers where preferences are learned."""
     validation_loss: float | None = None
     bits_per_byte: float | None = None
-    """The last evaluation's."""
+    validation_accuracy: float | None = None
+    """The last evaluation's; the accuracy of a reward model."""
     tokens_per_s: float | None = None
     mfu: float | None = None
     eta_s: float | None = None
@@ -94,6 +95,7 @@ def row_of(run_id: str, run: RunFiles) -> RunRow:
         loss=step.get("loss"),
         validation_loss=run.last_evaluation.get("validation_loss"),
         bits_per_byte=run.last_evaluation.get("bits_per_byte"),
+        validation_accuracy=run.last_evaluation.get("validation_accuracy"),
         tokens_per_s=step.get("tokens_per_s"),
         mfu=step.get("mfu"),
         eta_s=_eta_s(run),

@@ -59,6 +59,8 @@ class LossStatus(BaseModel):
     trend: Trend = "unknown"
     validation: float | None = None
     """The newest evaluation's."""
+    accuracy: float | None = None
+    """Its share of pairs that a reward model tells apart."""
 
 
 class Expected(BaseModel):
@@ -169,7 +171,7 @@ def status_of(reader: RunReader, since: str = "") -> RunSummary:
         **{key: shown[key] for key in ("step", "steps", "tokens", "devices")},
         tokens_per_s=_rounded(shown["tokens_per_s"]),
         plan=shown["plan"] and _short(shown["plan"]),
-        loss=_loss(reader, shown["validation_loss"]),
+        loss=_loss(reader, shown["validation_loss"], shown["validation_accuracy"]),
         health=_health(reader.state, alerts, found.advice),
         step_s=Expected(
             planned=_ends(predicted.step_s) if predicted else None,
@@ -242,7 +244,7 @@ def since_time_s(events: Iterable[Event], since: str, now_s: float) -> float:
     return time_s
 
 
-def _loss(reader: RunReader, validation: float | None) -> LossStatus:
+def _loss(reader: RunReader, validation: float | None, accuracy: float | None) -> LossStatus:
     losses = reader.steps["loss"]
     recent = losses[np.isfinite(losses)][-2 * TREND_STEPS :]
     now = float(losses[-1]) if len(losses) else math.nan
@@ -250,7 +252,12 @@ def _loss(reader: RunReader, validation: float | None) -> LossStatus:
     before, last = recent[:half], recent[half:]
     means = (_rounded(last.mean()), _rounded(before.mean())) if half else (None, None)
     return LossStatus(
-        now=_rounded(now), mean=means[0], before=means[1], trend=_trend(before, last), validation=_rounded(validation)
+        now=_rounded(now),
+        mean=means[0],
+        before=means[1],
+        trend=_trend(before, last),
+        validation=_rounded(validation),
+        accuracy=_rounded(accuracy),
     )
 
 
@@ -377,7 +384,8 @@ def _facts(status: RunSummary) -> Iterator[tuple[str, str]]:
         last = "not finite" if loss.now is None else f"{loss.now:.4g}"
         trend = "" if loss.trend == "unknown" else f", {loss.trend} ({loss.before:.4g} to {loss.mean:.4g})"
         validation = "" if loss.validation is None else f", validation {loss.validation:.4g}"
-        yield "loss", f"{last}{trend}{validation}"
+        accuracy = "" if loss.accuracy is None else f", {loss.accuracy:.1%} of pairs"
+        yield "loss", f"{last}{trend}{validation}{accuracy}"
     yield "step", _beside(status.step_s, seconds)
     yield "memory", _beside(status.memory_bytes, lambda value: f"{float(value) / 1e6:,.0f} MB")
     if status.tokens is not None:
