@@ -182,6 +182,18 @@ def test_a_run_that_was_stopped_for_a_day_and_continued_has_no_alert(alert: Aler
     assert Alerts(AlertsConfig(on=(alert,))).look(at(facts, 10.0)) == []
 
 
+@pytest.mark.parametrize("into_the_step_s", [1.0, 1800.0, 3500.0])
+def test_steps_that_are_longer_than_the_window_are_no_low_goodput(into_the_step_s: float) -> None:
+    facts = healthy(steps=columns(60, step_s=3600.0))
+    assert Alerts(AlertsConfig(on=("low_goodput",))).look(at(facts, into_the_step_s)) == []
+
+
+def test_a_worker_of_parameter_servers_has_no_checkpoints_to_verify() -> None:
+    run = small_run(checkpoint={"every_minutes": 10.0})
+    facts = at(healthy(run, "sync=async,microbatch=4,compile=false"), 7200.0)
+    assert Alerts(AlertsConfig(on=("checkpoint_unverified",))).look(facts) == []
+
+
 def test_a_run_that_hangs_after_a_pause_is_said_to_stall():
     facts = continued(healthy(), 86_400.0, STEPS - 10)
     assert states(Alerts(AlertsConfig(on=("stall",))).look(at(facts, 900.0))) == [("stall", "begins")]

@@ -211,7 +211,10 @@ def low_goodput(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondit
     first = int(np.searchsorted(times, facts.now_s - window_s))
     if not len(times) or not np.isfinite(times[-1]):
         return
-    share = min(1.0, float(np.nansum(took[first:])) / window_s)
+    # The step at hand counts too, up to a usual one: it may be longer than the window.
+    usual_s = facts.step_s if facts.step_s > 0 else median(took)
+    at_hand_s = float(np.nanmin([facts.now_s - float(times[-1]), usual_s]))
+    share = min(1.0, (float(np.nansum(took[first:])) + max(0.0, at_hand_s)) / window_s)
     why = f"{percent(share)} of the last {settings.goodput_minutes:g} minutes went into steps that count"
     if share < settings.goodput:
         do = "Advice and the events say what took the rest: stops, steps made again, checkpoints, evaluation."
@@ -226,6 +229,8 @@ def checkpoint_unverified(facts: RunFacts, settings: AlertsConfig) -> Iterator[A
     if facts.has_ended:
         yield AlertCondition(False, "the run has ended")
     if run is None or facts.state != "training" or not (run.checkpoint.every_steps or run.checkpoint.every_minutes):
+        return
+    if facts.plan is not None and facts.plan.has_servers:  # they save, and their worker does not
         return
     whole = [float(event["time_s"]) for event in (*facts.of("verified")[-1:], *facts.of("resume")[-1:])]
     since_s = float(np.fmax(max(whole, default=float("nan")), facts.continued_s))
