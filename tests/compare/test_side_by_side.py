@@ -46,6 +46,18 @@ def test_only_settings_that_differ_are_told(tmp_path: Path) -> None:
     assert [(each.key, each.a, each.b) for each in compare(a, b).settings] == [("seed", 0, 5)]
 
 
+def test_code_that_both_have_a_copy_of_is_no_difference(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        made(tmp_path / name, [3.0])
+        (tmp_path / name / "mine.py").write_text(
+            "from argosy import extend\n\n\n@extend.callback('end')\ndef f(run): pass\n"
+        )
+        text = (tmp_path / name / "run.toml").read_text()
+        (tmp_path / name / "run.toml").write_text(text.replace("files = []", 'files = ["mine.py"]'))
+    a, b = (RunReader.read(tmp_path / name) for name in ("a", "b"))
+    assert a.run is not None and a.run.extend.files and compare(a, b).settings == []
+
+
 def test_runs_that_have_nothing_in_common_are_said_to_have_nothing(tmp_path: Path) -> None:
     found = compare(made(tmp_path / "a", [3.0, float("nan")]), made(tmp_path / "b", []))
     assert not found.curves and "no loss can be compared" in "\n".join(in_text(found))

@@ -96,8 +96,14 @@ def differences(a: RunReader, b: RunReader) -> list[SettingDifference]:
 
 def _settings(reader: RunReader) -> Iterator[tuple[str, Any]]:
     own = f"{reader.folder.resolve()}/"
+
+    def relative(value: Any) -> Any:
+        if isinstance(value, list):
+            return [relative(each) for each in value]
+        return value.removeprefix(own) if isinstance(value, str) else value
+
     for key, value in _flat(reader.run.model_dump(mode="json") if reader.run else {}):
-        yield key, value.removeprefix(own) if isinstance(value, str) else value
+        yield key, relative(value)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
