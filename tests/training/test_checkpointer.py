@@ -304,6 +304,8 @@ def test_a_run_that_turns_away_from_its_last_steps_forgets_their_checkpoints(tmp
     assert checkpointer(tmp_path / "run").restore(again) is not None
     assert _same(again, state(6, seed=9))
     assert Remote(str(there), tmp_path / "run").steps() == [2, 4, 6]
+    keeping.forget_from(4)
+    assert kept(tmp_path / "run") == Remote(str(there), tmp_path / "run").steps() == [2]
 
 
 @pytest.mark.parametrize("lost", ["all", "newest", "newest damaged", "all damaged"])
@@ -333,6 +335,7 @@ def test_a_run_does_not_start_anew_because_the_remote_place_cannot_be_reached(tm
         keeping.restore(state())
     save(tmp_path / "run", 4)
     assert keeping.restore(state()).step == 4
+    assert keeping.restore(state(), at_most=5).step == 4, "a run goes back although the copies cannot be deleted"
 
 
 def test_a_change_of_the_run_file_is_noted_when_it_goes_on(tmp_path):

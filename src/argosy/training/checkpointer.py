@@ -144,12 +144,16 @@ class Checkpointer:
     def forget_from(self, step: int) -> None:
         """Withdraw the checkpoints of `step` and later ones: the run turns away from them. All call it together."""
         self._saver.wait()
-        if self._world.is_first:
+
+        def forget() -> bool:
             for checkpoint in store.committed(self._run_dir):
                 if checkpoint.step >= step:
                     store.withdraw(checkpoint)
+            self._forget_copies(step - 1)
+            return True
+
+        self._world.share_first(forget, bool)
         self._saver.committed = {saved for saved in self._saver.committed if saved < step}
-        self._world.barrier()
 
     def close(self) -> None:
         """Wait until what was saved is verified, and in the remote place as well; nothing can be saved after that."""
@@ -259,8 +263,8 @@ class Checkpointer:
         for newer in store.committed(self._run_dir):
             if newer.step > choice.checkpoint.step:
                 store.withdraw(newer)  # or its step would count as saved, and as one to keep
-        if self._remote is not None and at_most is not None:
-            self._remote.forget_after(at_most)
+        if at_most is not None:
+            self._forget_copies(at_most)
         choice.checkpoint.mark_verified()
         return choice.checkpoint, [c.step for c in store.committed(self._run_dir)]
 
@@ -290,6 +294,20 @@ class Checkpointer:
                 "Restore one, or leave the key out to start without what is there."
             )
         return Choice(here.checkpoint, damaged) if here else None
+
+    def _forget_copies(self, after: int) -> None:
+        """Delete the copies of steps after `after`, if the remote place can be reached. Only one process calls it."""
+        if self._remote is None:
+            return
+        try:
+            self._remote.forget_after(after)
+        except UserError:  # the copies there are another run's
+            raise
+        except Exception as problem:  # of any of fsspec's file systems
+            self._progress.say(
+                f"checkpoint.remote = {self._settings.remote}: its checkpoints after step {after}, which the run has "
+                f"gone back from, could not be deleted ({problem}). Delete them there."
+            )
 
     def _remote_steps(self, remote: Remote, may_fail: bool) -> list[int]:
         try:
