@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.config.data import PrepareConfig
+from argosy.config.data import CacheConfig, PrepareConfig
 from argosy.data import prepare as module
-from argosy.data.manifest import Manifest, verify
+from argosy.data.manifest import TEMPLATE, Manifest, verify
 from argosy.data.packing import ID_MASK, START_BIT, TRAINED, is_packed
 from argosy.data.prepare import prepare
 from argosy.data.shards import ShardIndex, TokenSource
+from argosy.data.stores.cache import Cache
+from argosy.data.stores.folder import StoreFolder
+from argosy.data.stores.store import upload
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 
@@ -219,6 +222,15 @@ def test_messages_may_have_a_time_and_other_columns_that_json_lacks(config: Prep
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "timed.parquet")
     manifest = prepare(config.model_copy(update={"input": (str(tmp_path / "timed.parquet"),)}))
     assert len(texts(config.out, manifest)) == 4
+
+
+def test_a_copy_in_a_store_brings_the_template_too(config: PrepareConfig, tmp_path: Path) -> None:
+    prepare(config)
+    (tmp_path / "there").mkdir()
+    upload(config.out, f"file://{tmp_path}/there")
+    cache = Cache(CacheConfig(folder=str(tmp_path / "cache"), size_gb=0.01))
+    brought = StoreFolder(f"file://{tmp_path}/there", cache).local
+    assert (brought / TEMPLATE).read_bytes() == (config.out / TEMPLATE).read_bytes()
 
 
 def test_the_command_that_prepares_them_again_says_for_which_objective(config: PrepareConfig) -> None:

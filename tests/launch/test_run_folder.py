@@ -207,6 +207,11 @@ def test_a_run_on_conversations_keeps_the_template_of_its_data(tmp_path):
         run_dir.mkdir()
         run_folder.write(run_dir, run(train={"objective": objective}), Plan(), data / "tokenizer.json")
         assert (run_dir / "chat_template.jinja").exists() == (objective == "sft")
+    text = tmp_path / "text"  # that is mixed in, and named first
+    text.mkdir()
+    (text / "tokenizer.json").write_text("{}")
+    run_folder.write(text, run(train={"objective": "sft"}), Plan(), text / "tokenizer.json", [text, data])
+    assert (text / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_a_full_disk_is_a_message(tmp_path):

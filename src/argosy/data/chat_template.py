@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from argosy.data.conversations import BadRecord, Conversation, Message
-from argosy.data.manifest import TOKENIZER
+from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import expanded, read_at_most
 
-TEMPLATE, TOKENIZER_CONFIG, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
-"""Files beside a tokenizer.json: its chat template, or its settings that have one, and its special tokens."""
+TOKENIZER_CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+"""Files beside a tokenizer.json: its settings, which may have a chat template, and its special tokens."""
 UNSHOWN_ANSWERS = "answers that the template does not show"
 REFUSED_BY_TEMPLATE = "conversation that the template refuses"
 BEGIN_ANSWER, END_ANSWER = "\ufdd0", "\ufdd1"

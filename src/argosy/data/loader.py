@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,6 +254,11 @@ class OpenData:
 
     def loader(self, rows: slice) -> Loader:
         return Loader(self.sources, self.order, self.seq_len, self.batches, rows)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the sources' manifests; of a source in a store, the one in the cache."""
+        return [source.folder for source in self.sources]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

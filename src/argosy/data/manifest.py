@@ -27,6 +27,8 @@ from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 
 DATA_MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+"""The chat template that conversations were written with."""
 BEGIN_OPTION = "begin"
 """Option: the tokens that each document begins with."""
 

@@ -22,12 +22,12 @@ from argosy.config.extend import ExtendConfig
 from argosy.config.launch import LaunchOptions
 from argosy.data import cutting as journals
 from argosy.data import manifest as manifests
-from argosy.data.chat_template import TEMPLATE, ChatTemplate
+from argosy.data.chat_template import ChatTemplate
 from argosy.data.crew import Meter, PrepareProgress, Report, Workers
 from argosy.data.cutting import Cutter, DocumentPosition, Journal, fingerprint
 from argosy.data.documents import DOCUMENTS_PIECE_BYTES, InputPiece, Tally, cut_input, sample_texts
 from argosy.data.filters import Filters, absolute, key_maker, list_checksums, parts_of
-from argosy.data.manifest import BEGIN_OPTION, NAMES_KEPT, TOKENIZER, Manifest, RowFormat, Shard, SplitName
+from argosy.data.manifest import BEGIN_OPTION, NAMES_KEPT, TEMPLATE, TOKENIZER, Manifest, RowFormat, Shard, SplitName
 from argosy.data.packing import Packer
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, Input, InputFile, checksums_of, find_files

@@ -95,7 +95,7 @@ def train(
             with progress.during("choosing a plan"):
                 plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
             check_profile(run, plan)
-            run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
+            run = run_folder.write(run_dir, run, plan, data.folders[0] / TOKENIZER, data.folders)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:
             progress.say(run_folder.finished_in_words(run_dir, run))

@@ -27,9 +27,8 @@ from argosy.config.extend import ExtendConfig
 from argosy.config.identity import is_under, lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.data.chat_template import TEMPLATE
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
-from argosy.data.manifest import TOKENIZER
+from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import USAGE, usage_of
 from argosy.engines.record import LAUNCH_FOLDER as LAUNCH
@@ -215,12 +214,13 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     return run
 
 
-def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> RunConfig:
+def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path, data: Sequence[Path] = ()) -> RunConfig:
     """Write run.toml, plan.toml and copies of the tokenizer and of the user's code to the folder.
 
     It can then be used without the data, and goes on with the code that it began with. With the tokenizer go what the
-    weights that the run starts from say of its use (`usage_of`), and the template of conversations in the data. A plan
-    that is replaced is kept as plan-STEP.toml.
+    weights that the run starts from say of its use (`usage_of`), and the template of conversations in `data`, folders
+    of which some may hold plain text; default: that of the tokenizer. A plan that is replaced is kept as
+    plan-STEP.toml.
     Returns the run as it was written. Raises: StorageError if the disk is full.
     """
     try:
@@ -229,9 +229,10 @@ def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> RunConf
         for name, text in usage_of(run.model.weights).items() if run.model.weights else ():
             with atomic_write(run_dir / name) as file:
                 file.write(text)
-        if run.train.objective != "pretrain" and (template := tokenizer.with_name(TEMPLATE)).is_file():
+        templates = [path for folder in data or [tokenizer.parent] if (path := folder / TEMPLATE).is_file()]
+        if run.train.objective != "pretrain" and templates:
             with atomic_write(run_dir / TEMPLATE) as file:  # that of the data: it may be another than the weights'
-                file.write(template.read_bytes())
+                file.write(templates[0].read_bytes())
         run = _with_copied_code(run_dir, run)
         save_run(run, run_dir / "run.toml")
         _write_plan(run_dir, plan)

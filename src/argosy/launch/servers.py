@@ -150,7 +150,7 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
             check(run)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
             written = run.model_copy(update={"site": ""})
-            run_folder.write(run_dir, written, SERVERS_PLAN, data.sources[0].folder / TOKENIZER)
+            run_folder.write(run_dir, written, SERVERS_PLAN, data.folders[0] / TOKENIZER, data.folders)
         progress.close()
         if is_finished(run_dir, run):
             progress.say(run_folder.finished_in_words(run_dir, run))

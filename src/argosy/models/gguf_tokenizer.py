@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from argosy.data.chat_template import TEMPLATE
-from argosy.data.manifest import TOKENIZER
+from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, SPLIT
 from argosy.errors import UserError
 from argosy.files import read_at_most

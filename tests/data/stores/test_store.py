@@ -168,6 +168,7 @@ def names(folder: Path) -> set[str]:
 
 def test_a_copy_has_all_files_and_is_made_once(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
+    (prepared / "chat_template.jinja").touch()
     url = f"file://{tmp_path}/there"
     assert upload(prepared, url)
     assert not upload(prepared, url)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from argosy.data.manifest import (
     CHECKSUM_BLOCK_BYTES,
     MOST_MANIFEST_BYTES,
+    TEMPLATE,
     TOKENIZER,
     BlockChecksums,
     Manifest,
@@ -89,6 +90,8 @@ class StoreFolder:
                 is_new, manifest = self._brought()
                 if is_new and check_shards:
                     self._check_sizes(manifest)
+                if manifest.rows is not None and not (self.local / TEMPLATE).exists():
+                    self._bring_template()
                 return manifest
             except StoreUnreachable as problem:
                 if time.monotonic() - began_s + pause_s < OPEN_S:
@@ -138,10 +141,18 @@ class StoreFolder:
                     f"data.sources: {self.url}/{name} has more than {MOST_MANIFEST_BYTES >> 20} MiB: it is not what "
                     "its name says. Put the prepared data there again."
                 )
+        (self.local / TEMPLATE).unlink(missing_ok=True)
         for name, content in ((TOKENIZER, tokenizer), (MANIFEST, newer[0]), ("url", self.url.encode())):
             _put(self.local / name, content)
         _put(etag, newer[1].encode())
         return True
+
+    def _bring_template(self) -> None:
+        """Bring the chat template here, if there is one: copies of earlier versions lack it."""
+        with suppress(UserError):  # who may not list a bucket is refused what it does not have
+            template = self.store.get(TEMPLATE, MOST_MANIFEST_BYTES)
+            if template is not None and len(template) <= MOST_MANIFEST_BYTES:
+                _put(self.local / TEMPLATE, template)
 
     def _parsed(self) -> Manifest:
         try:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
-from argosy.data.manifest import SHARD_FILES, TOKENIZER, Manifest
+from argosy.data.manifest import SHARD_FILES, TEMPLATE, TOKENIZER, Manifest
 from argosy.errors import ArgosyError, RunFailed, UserError, missing_extra
 from argosy.files import expanded
 
@@ -306,7 +306,7 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
         raise UserError(
             f"{REMOTE_LINE}{store.url}: holds other prepared data. Name another folder, or delete what is there."
         )
-    names = [TOKENIZER]
+    names = [TOKENIZER, *([TEMPLATE] if (folder / TEMPLATE).exists() else [])]
     for shard in manifest.shards():
         names += [shard.name + suffix for suffix in SHARD_FILES if (folder / (shard.name + suffix)).exists()]
     identity = [store.url, manifest.identity]
