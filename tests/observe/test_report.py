@@ -46,6 +46,11 @@ def test_totals_are_of_all_steps_and_speeds_those_of_the_middle_one():
     }
 
 
+def test_steps_count_where_their_lines_are_lost():
+    found = totals(STEPS[1:])
+    assert found is not None and found["steps"] == 3
+
+
 def test_speeds_of_a_batch_size_ramp_are_those_of_its_largest_batch():
     found, last = totals(STEPS, lambda step: 4 if step < 2 else 8), STEPS[2]
     assert found is not None

@@ -185,10 +185,9 @@ def totals(
     rates = {key: array("d") for key in DIGITS}
     agreement = _Agreements()
     last: dict[str, Any] | None = None
-    memory_bytes = count = 0
+    memory_bytes = 0
     alike = False, 0
     for last in steps:
-        count += 1
         if (now := (last["step"] >= plan_since, batch_of(last["step"]))) > alike:
             alike = now
             rates = {key: array("d") for key in DIGITS}
@@ -202,7 +201,7 @@ def totals(
         return None
     middle = {key: round(statistics.median(values), DIGITS[key]) for key, values in rates.items()}
     return {
-        "steps": count,
+        "steps": last["step"] + 1,  # a folder that was lost, or a site that was left out, lacks lines
         "tokens": last["tokens"],
         "loss": last["loss"],
         **middle,

@@ -123,8 +123,8 @@ def write_report(
     found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at, since)
     if found is None:
         return  # stopped before the first step: there is nothing to report
-    if is_worker:
-        found["tokens"] = found["steps"] * run.tokens_per_step  # its lines count those of all workers
+    if is_worker:  # its lines count the steps and tokens of all workers
+        found["steps"], found["tokens"] = measured.count, measured.count * run.tokens_per_step
     wall_s = time.time() - _first_start(run_dir)
     report = Report(
         name=run.name,
@@ -172,17 +172,18 @@ class StepFigures:
         for record in metrics.each():
             if "loss" not in record:
                 continue
+            self.count += 1
             self.counted_s += record["step_time_s"]
-            if record["step"] >= self._since and not record.get("profiled"):
             self.device_s += record["seconds"]["step"] * self._size_at(record["step"])
+            if record["step"] >= self._since and not record.get("profiled"):
                 self.newest.append(record)
                 self.memory_bytes = max(self.memory_bytes, record["memory_bytes"])
             yield record
 
-
     def _size_at(self, step: int) -> int:
         """Return the ranks of the world that made `step`: a later world makes steps of earlier ones again."""
         return next((size for first, size in reversed(self._sizes) if first <= step), 1)
+
 
 def predicted_beside_measured(
     run: RunConfig, plan: Plan, prediction: Prediction | None, measured: StepFigures, facts: dict[str, Any]
