@@ -20,6 +20,7 @@ def test_the_closed_form_is_the_sum_over_steps():
     assert [RAMP.before(step) for step in range(21)] == [0, *accumulate(sizes)]
     assert RAMP.steps_of(20) == [(4, 3), (8, 7), (16, 1), (32, 9)]
     assert RAMP.steps_of(5) == [(4, 3), (8, 2)]
+    assert RAMP.steps_like(9, 10, 12) == (16 + 32) / 8
 
 
 def test_without_stages_every_step_is_alike():

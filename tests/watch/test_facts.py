@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from argosy.watch.facts import RECENT, WARMING_STEPS, RunFacts, median
+from argosy.watch.rules.planner import Planner
 from watched import STEP_S, STEPS, columns, continued, healthy, small_run, start
 
 
@@ -16,6 +17,14 @@ def test_the_present_is_the_last_steps_without_the_first_of_the_newest_world():
     assert facts.over == (STEPS - 50 + WARMING_STEPS, STEPS - 1) and facts.recent_count == 50 - WARMING_STEPS
     assert healthy().recent_count == RECENT
     assert facts.plan_since == STEPS - 50
+
+
+def test_the_present_of_a_batch_ramp_is_of_one_batch_and_predictions_are_of_the_largest():
+    for end, is_whole in ((STEPS - 10, True), (STEPS + 10, False)):
+        facts = healthy(small_run(train={"batch_ramp": [{"until_step": end, "global_batch": 4}]}))
+        assert facts.recent_count == (10 if is_whole else RECENT) and facts.has_whole_batch is is_whole
+        machine = Planner(facts).machine
+        assert machine is not None and bool(machine.factors) is is_whole
 
 
 def test_first_steps_of_each_world_are_not_warm():

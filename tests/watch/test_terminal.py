@@ -73,6 +73,9 @@ def test_curves_parts_and_time_left_follow_the_lines(tmp_path):
     assert view.parts == pytest.approx({"forward_backward": 0.3, "communication": 0, "optimizer": 0.05, "rest": 0.05})
     assert view.predicted_parts["forward_backward"] == 0.15 and view.predicted_step_s == 0.2
     assert view.left_s == pytest.approx(10 * (0.4 + 1.0 / 10))  # with one evaluation in ten steps
+    ramp = "[{until_step = 15, global_batch = 4}]"
+    (tmp_path / "run.toml").write_text(f'name = "mine"\n[train]\nsteps = 20\nglobal_batch = 8\nbatch_ramp = {ramp}\n')
+    assert FolderView(tmp_path).look().left_s == pytest.approx((5 + 5 * 2) * 0.5), "steps of twice the batch are longer"
 
 
 def test_steps_that_are_run_again_replace_what_there_was(tmp_path):

@@ -93,6 +93,10 @@ class BatchSizes:
         start = self._ends[stage - 1] if stage else 0
         return self._before[stage] + (step - start) * self.at(step)
 
+    def steps_like(self, step: int, start: int, stop: int) -> float:
+        """Return how many steps with the batch of `step` have the samples of those from `start` to `stop`."""
+        return (self.before(stop) - self.before(start)) / self.at(step)
+
     def steps_of(self, steps: int) -> list[tuple[int, int]]:
         """Return (batch, number of steps with it) for a run of so many steps."""
         starts = [0, *self._ends]

@@ -160,11 +160,22 @@ class RunFacts:
 
     @cached_property
     def recent(self) -> slice:
-        """The last `RECENT` steps under the plan in force, without the first ones of the newest world."""
+        """The last `RECENT` steps under the plan in force and of one batch, without the first of the newest world."""
         newest = max([int(start["step"]) for start in self.starts[-1:]], default=0)
-        from_step = max(newest + WARMING_STEPS, self.plan_since)
+        from_step = max(newest + WARMING_STEPS, self.plan_since, *self._ramp_ends(is_over=True))
         first = int(np.searchsorted(self.column("step"), from_step))
         return slice(max(first, len(self) - RECENT), len(self))
+
+    @property
+    def has_whole_batch(self) -> bool:
+        """True if the recent steps have the largest batch, for which steps are predicted."""
+        return not self._ramp_ends(is_over=False)
+
+    def _ramp_ends(self, is_over: bool) -> list[int]:
+        """Return where stages of the batch-size ramp end: those that are over, or the others."""
+        ramp = self.run.train.batch_ramp if self.run is not None else ()
+        newest = float(self.column("step", slice(-1, None)).max(initial=-1.0))
+        return [stage.until_step for stage in ramp if (stage.until_step <= newest) == is_over]
 
     @property
     def recent_count(self) -> int:

@@ -158,7 +158,8 @@ def _eta_s(run: RunFiles) -> float | None:
     pace_s = _pace_s(run)
     if run.state != "training" or done is None or not steps or pace_s is None:
         return None
-    return max(0.0, (steps - done) * pace_s)
+    left = run.run.train.batches.steps_like(done - 1, done, steps) if run.run else steps - done
+    return max(0.0, left * pace_s)
 
 
 def _pace_s(run: RunFiles) -> float | None:

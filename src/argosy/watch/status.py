@@ -67,7 +67,7 @@ class Expected(BaseModel):
     """A figure as it was planned and as it is."""
 
     planned: list[float] | None = None
-    """Low, middle and high: nine times of ten it lies between the first and the last."""
+    """Low, middle and high: nine times of ten it lies between the first and the last. Of steps: of the whole batch."""
     measured: float | None = None
 
 
@@ -174,7 +174,7 @@ def status_of(reader: RunReader, since: str = "") -> RunSummary:
         loss=_loss(reader, shown["validation_loss"], shown["validation_accuracy"]),
         health=_health(reader.state, alerts, found.advice),
         step_s=Expected(
-            planned=_ends(predicted.step_s) if predicted else None,
+            planned=_ends(predicted.step_s) if predicted and facts.has_whole_batch else None,
             measured=_rounded(facts.step_s if facts.step_s > 0 else reader.recent_step_s),
         ),
         memory_bytes=Expected(

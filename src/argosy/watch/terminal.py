@@ -178,7 +178,8 @@ class FolderView(RunFiles):
             return None
         step_s = statistics.mean(record["step_time_s"] for record in steady)
         beside_s = sum(record["seconds"].get(name, 0.0) for record in self.recent_steps for name in BESIDE)
-        left = run.train.steps - self.last_line["step"] - 1
+        last = self.last_line["step"]
+        left = run.train.batches.steps_like(last, last + 1, run.train.steps)
         return float(left * (step_s + beside_s / len(self.recent_steps)))
 
     def _ranks(self) -> tuple[dict[int, float], dict[int, float]]:

@@ -75,9 +75,11 @@ class Planner:
 
     @cached_property
     def machine(self) -> Cluster | None:
-        """The run's machine, calibrated by its recent steps; None if its devices are unknown."""
+        """The run's machine, calibrated by its recent steps of the whole batch; None if its devices are unknown."""
         facts, plain = self._facts, self._plain
         if plain is None or self._raw is None or facts.plan is None or facts.run is None or not facts.recent_count:
+            return plain
+        if not facts.has_whole_batch:
             return plain
         name = str((self._hardware or {}).get("device"))
         done = FinishedRun(Path(facts.folder), facts.run, facts.plan, name, "", self._measured(self._raw))

@@ -245,7 +245,7 @@ def idle_devices(facts: RunFacts, planner: Planner) -> Advice | None:
 
 
 def _reconciled(facts: RunFacts) -> Reconciled | None:
-    if facts.prediction is None or facts.plan is None or not is_enough(facts):
+    if facts.prediction is None or facts.plan is None or not is_enough(facts) or not facts.has_whole_batch:
         return None
     memory = float(np.nan_to_num(facts.column("memory_bytes", facts.recent)).max(initial=0.0))
     return reconcile(facts.prediction, facts.plan, facts.typical, memory, with_reserve=True)
