@@ -209,7 +209,7 @@ def huggingface(setting: Setting, turns: Turns, compiled: bool) -> None:
         TrainingArguments,
     )
 
-    class AfterEachStep(TrainerCallback):
+    class AfterEachStep(TrainerCallback):  # type: ignore[misc]  # mypy does not read it
         def on_step_end(self, *_: Any, **__: Any) -> None:
             turns.step_done()
 
