@@ -17,7 +17,8 @@ from argosy.sync.compressors import COMPRESSOR_OF
 SEGMENTS = (Segment(1, 40, 30), Segment(3, 17, 19), Segment(1, 5, 7))
 NUMBERS = sum(segment.elements for segment in SEGMENTS)
 WITH_RESIDUAL = ("int8", "int4", "powersgd", "topk", "sign")
-SETTINGS: dict[str, Any] = {"block": 64, "rank": 2, "density": 0.05, "momentum": 0.0}
+SETTINGS: dict[str, Any] = {"block": 16, "rank": 2, "density": 0.05, "momentum": 0.0}
+"""block: the shortest, of which two replicas have an odd number each."""
 
 
 def facts(word: str, **settings: Any) -> BucketFacts:

@@ -186,7 +186,8 @@ class Sign(Quantised):
         packed, scales = bytes_nW.split([width - 4 * blocks, 4 * blocks], dim=1)
         weights = _bits(packed.device)
         signs = ((packed.unsqueeze(2) & weights) != 0).float().mul_(2).sub_(1)
-        scale_nK1 = scales.contiguous().view(torch.float32).unsqueeze(2)
+        # Not `contiguous`: it leaves a single row where it is, maybe between two fp32 numbers.
+        scale_nK1 = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).unsqueeze(2)
         return (signs.view(n, blocks, self._block) * scale_nK1).flatten(1)
 
 
