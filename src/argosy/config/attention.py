@@ -143,6 +143,7 @@ class AttentionConfig(Section):
         for key, found in (
             ("keys_as_values", any(self.keys_as_values)),
             ("norm_weights = false", not self.norm_weights),
+            ("norm_after_rotary = true", self.norm_after_rotary),
         ):
             if found and self.norm_over == "all":
                 raise ValueError(f'{key} with norm_over = "all" is not supported; set norm_over = "head"')
