@@ -42,7 +42,7 @@ import tyro
 from argosy.cli.documents import answer, write, write_file
 from argosy.cli.options import parse
 from argosy.config.load import load
-from argosy.config.section import Count, WholeCount
+from argosy.config.section import Count, WholeCount, seconds_of
 from argosy.config.train import LoraBase
 from argosy.errors import UserError
 from argosy.files import expanded
@@ -292,8 +292,6 @@ def _priced(options: Options) -> list[tuple[str, float | None]]:
 
 
 def _limit_s(limit: str) -> float:
-    from argosy.config.section import seconds_of
-
     try:
         return seconds_of(limit)
     except ValueError as error:
@@ -402,6 +400,8 @@ def _check(options: Options) -> None:
             if isinstance(number, int | float) and not 0 < number < math.inf:
                 raise UserError(f"{_option(name, options)} {number:g}: must be above 0.")
     _check_apart(list(given), options)
+    if options.within is not None:
+        _limit_s(options.within)  # of two words, "30 days", the second is taken for a run
     if options.jobs is not None:
         return
     if not options.learn and (options.run is None) == (options.model is None):
@@ -442,9 +442,8 @@ def _option(name: str, options: Options) -> str:
 
 def _by_option(text: str, options: Options) -> str:
     """Return the message with this command's options in place of keys of a run file that the user did not write."""
-    names = {"model.preset": "--model", "train.global_batch": "--global-batch", "data.seq_len": "--seq-len"}
-    sizes = {"train.global_batch": options.global_batch, "data.seq_len": options.seq_len}
-    for key, option in names.items():
-        if options.model is not None or sizes.get(key) is not None:
-            text = re.sub(rf"(overrides: |--)?\b{re.escape(key)}\b", option, text)
+    names = {"model.preset": "model", "train.global_batch": "global_batch", "data.seq_len": "seq_len"}
+    for key, name in (names | {"lora.rank": "lora", "lora.base": "lora_base"}).items():
+        if options.model is not None or getattr(options, name) is not None:
+            text = re.sub(rf"(overrides: |--)?\b{re.escape(key)}\b", _option(name, options), text)
     return re.sub(r"\bplan\.(?=\w+ = )", "--fix ", text) if options.fix else text

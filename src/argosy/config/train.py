@@ -234,8 +234,8 @@ class LoraConfig(Section):
     def _only_what_is_not_trained_is_quantised(self) -> Self:
         if self.base != "auto" and not self.rank:
             raise ValueError(
-                f'base = "{self.base}" with rank = 0: weights that are trained are not quantised; set rank = 16, say, '
-                'or base = "auto"'
+                f'base = "{self.base}" with lora.rank = 0: weights that are trained are not quantised; set lora.rank = '
+                '16, say, or base = "auto"'
             )
         return self
 

@@ -284,8 +284,8 @@ class Plan(Section, Quantities[int]):
         return said if said.model_copy(update={"shares": self.shares}) == self else self
 
 
-def words_of(text: str) -> dict[str, str]:
-    """Split `"auto,precision=fp32"` into {"auto": "", "precision": "fp32"}.
+def words_of(text: str, named: str = "plan =") -> dict[str, str]:
+    """Split `"auto,precision=fp32"` into {"auto": "", "precision": "fp32"}; `named`: the key or option that says so.
 
     Raises: UserError for a word without =, or for a key that occurs twice.
     """
@@ -293,11 +293,11 @@ def words_of(text: str) -> dict[str, str]:
     for word in filter(None, (w.strip() for w in text.split(","))):
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals and key != "auto":
-            raise UserError(f'plan = "{text}": {word!r} is neither "auto" nor KEY=VALUE, such as tp=2.')
+            raise UserError(f'{named} "{text}": {word!r} is neither "auto" nor KEY=VALUE, such as tp=2.')
         if equals and key == "auto":
-            raise UserError(f'plan = "{text}": auto takes no value. Write "auto".')
+            raise UserError(f'{named} "{text}": auto takes no value. Write "auto".')
         if key in words:
-            raise UserError(f'plan = "{text}": {key} is given twice. Keep one.')
+            raise UserError(f'{named} "{text}": {key} is given twice. Keep one.')
         words[key] = value
     return words
 

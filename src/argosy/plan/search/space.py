@@ -51,7 +51,7 @@ FEWER_TRIED = 64
 def parse_pins(text: str) -> Pins:
     """Read `"tp=2|4,recompute=selective"` as the values that each key may have. Raises: UserError, as `Plan.parse`."""
     pins: dict[str, tuple[Any, ...]] = {}
-    for key, values in words_of(text).items():
+    for key, values in words_of(text, "--fix").items():
         if key == "auto":
             raise UserError(f'--fix "{text}": leave auto out; keys that are not fixed are chosen.')
         plans = [Plan.from_words({key: value.strip()}) for value in values.split("|")]
