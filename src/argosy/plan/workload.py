@@ -403,7 +403,7 @@ def _is_read(name: str, table: Table, run: RunConfig) -> bool:
 def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
     """Return the figures of the run's adapter, by the workload's names."""
     parts = {name: p for name, p in table.items() if p.is_adapter}
-    layers, moe = run.model.layers, run.model.moe
+    layers, moe = run.model.all_layers, run.model.moe
 
     def parameters(is_expert: bool, is_cut: bool) -> float:
         some = (p for p in parts.values() if (p.is_expert, p.tp_dim is not None) == (is_expert, is_cut))

@@ -10,9 +10,11 @@ import pytest
 
 from argosy.config.load import load
 from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
 from argosy.plan.cost.rates import System
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import split_layers
 from argosy.plan.plan import Plan
@@ -44,6 +46,8 @@ def footprint(plan: str, work: Workload, system: System | None = None) -> Footpr
         "dp_shard=4,cp=2",
         "dp_shard=8,ep=4,zero=1",
         "dp_shard=8,ep=8",
+        "dp_shard=32",
+        "dp_shard=32,ep=4,zero=1",
     ],
 )
 def test_the_state_is_the_exact_one_but_for_norms_and_padding(preset, plan):
@@ -51,12 +55,33 @@ def test_the_state_is_the_exact_one_but_for_norms_and_padding(preset, plan):
     if not run.model.moe.experts and "ep=" in plan:
         plan = plan.partition(",ep")[0]
     exact = state_bytes(Plan.parse(plan), run)
-    summed = System(sums_once=0, gradient_buffers=1)  # as `state_bytes` has it: what is left when all is summed
+    # As `state_bytes` has it: what is left when all is summed.
+    summed = System(sums_once=0, gradient_buffers=1, deals_experts=1)
     found = footprint(plan, Workload.of(run), summed)
     assert float(np.squeeze(found.weights)) == pytest.approx(exact.parameters, rel=5e-3)
     if Plan.parse(plan).zero != 1:  # whose sums come when activations are gone: not at the peak
         assert float(np.squeeze(found.gradients)) == pytest.approx(exact.gradients, rel=5e-3)
     assert float(np.squeeze(found.optimizer)) == pytest.approx(exact.optimizer, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "keys"),
+    [
+        ("dp_shard=8", {"optimizer.kind": "muon"}),
+        ("dp_shard=8", {"optimizer.kind": "muon", "optimizer.state": "int8"}),
+        ("dp_shard=8", {"optimizer.kind": "lion", "optimizer.state": "int8"}),
+        ("", {"lora.rank": 16, "model.mtp.modules": 1, "model.layers": 2}),
+        ("pp=2", {"model.score": True, "model.layers": 2}),
+    ],
+    ids=str,
+)
+def test_the_state_is_that_of_the_runs_optimizer_and_of_what_it_trains(plan, keys):
+    run = load("demo", {"model.preset": "llama3-8b", "train.global_batch": 64, "model.vocab_size": 32000} | keys)
+    laid_out = Plan.parse(f"{plan},precision=bf16")
+    found = CostModel.of(run, Cluster.parse("8xh100")).on(run, 8).predict_memory(Layouts.of([laid_out])).by_category()
+    exact = state_bytes(laid_out, run)
+    assert found["weights"] == pytest.approx(exact.parameters, rel=5e-3)
+    assert found["optimizer"] == pytest.approx(exact.optimizer, rel=5e-3)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

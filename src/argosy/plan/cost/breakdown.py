@@ -115,6 +115,28 @@ class RankSizes:
         """Bytes of a microbatch's hidden states on one rank, between matrices."""
         return self.tokens * self.work.width / self.sequence_ranks * self.activation_bytes
 
+    @property
+    def weight_bytes(self) -> Numbers:
+        """Bytes of a weight as the optimizer updates it."""
+        return np.where(self.plans.is_("weights", "bf16"), 2.0, self.system.weight_bytes)
+
+    @property
+    def gradient_bytes(self) -> Numbers:
+        """Bytes of a number of a gradient, which has its weight's format."""
+        return np.where(self.plans.is_("weights", "bf16"), 2.0, self.system.gradient_bytes)
+
+    @property
+    def reduced_bytes(self) -> Numbers:
+        """Bytes of a number of a gradient on the wire."""
+        return np.where(self.plans.is_("reduce", "bf16"), 2.0, self.system.reduced_bytes)
+
+    @property
+    def expert_padding(self) -> Numbers:
+        """Times the mean share of the experts' state that the rank with most has, and that all send: it is cut only
+        between experts."""
+        ranks, here = self.plans.shares_experts, np.maximum(1, self.work.experts / self.plans.ep)
+        return np.where(self.system.deals_experts > 0, np.ceil(here / ranks) * ranks / here, 1.0)
+
     def parameters(self, layers: Numbers) -> tuple[Numbers, Numbers]:
         """Return the parameters on a rank that holds `layers` layers: outside routed experts, and in routed experts.
 

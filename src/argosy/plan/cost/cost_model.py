@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.config.optimizer import LEAST_INT8, settings_of
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.breakdown import MEMORY_FACTORS, OF_TIME, Factors, spread
 from argosy.plan.cost.constants import Constants, constants_of, memory_std, time_std
@@ -235,13 +236,16 @@ class CostModel:
     @cached_property
     def system(self) -> System:
         """Argosy, with the run's optimizer and checks."""
-        optimizer = self.run.optimizer
-        moments, is_narrow = moments_of(self.run)[optimizer.kind], optimizer.state == "int8"
+        moments, large = moments_of(self.run), (LEAST_INT8, LEAST_INT8)
+        inside, ends = (settings_of(name, large, self.run.optimizer) for name in ("up.weight", "embedding.weight"))
+        moment_bytes, of_ends = (moments[of.rule] * (1.0 + 4 / INT8_BLOCK if of.int8 else 4.0) for of in (inside, ends))
         return System(
-            moment_bytes=moments * (1.0 + 4 / INT8_BLOCK if is_narrow else 4.0),
-            widened_bytes=moments * 4.0 * is_narrow,
+            moment_bytes=moment_bytes,
+            ends_moment_bytes=of_ends - moment_bytes,
+            widened_bytes=moments[inside.rule] * 4.0 * inside.int8,
             saves_here=self.rates.host_waits,
             chunk_rows=LEAST_CHUNK_ROWS["cpu" if self.rates.host_waits else "accelerator"],
+            deals_experts=1,
             buckets=1,
             gathers_ahead=1,
             computes_shared_meanwhile=1,

@@ -207,11 +207,12 @@ class WaitModel(LayerModel):
         trained = dense * self.work.trained_dense + beside, experts * self.work.trained_experts + beside_experts
         groups = self.shard_group, self.expert_shard_group
         element = np.where(plans.is_("fp8_gather", True), 1.0, self.activation_bytes)
-        sizes = zip((dense, experts), self.quantised(1.0), trained, groups, strict=True)
-        for parameters, packed, summed, group in sizes:
+        padding = 1.0, self.expert_padding
+        sizes = zip((dense, experts), self.quantised(1.0), trained, groups, padding, strict=True)
+        for parameters, packed, summed, group, padded in sizes:
             size = (parameters - packed) * element + packed * self.work.quantised_bytes
-            gather = gather_s(size, group) * gathers
-            both = gather + times * gather_s(summed * system.reduced_bytes, group)
+            gather = gather_s(padded * size, group) * gathers
+            both = gather + times * gather_s(padded * summed * self.reduced_bytes, group)
             moved = moved + np.where(parameters > 0, both, 0.0)
         room = np.maximum(0.0, compute - self.taken_s(self.shard_group))
         under = np.maximum(room, moved) - room + self.constants.exposed_gradients * np.minimum(moved, room)

@@ -86,13 +86,13 @@ class MemoryModel(LayerMemory):
         layers = self.layers_on(first, last) + last * work.further
         dense, experts = self.parameters(layers)
         vocabulary = work.vocabulary_parameters / plans.tp
-        has_head = float(last) if not first else last * np.where(work.tied > 0, 0.0, 1.0)
+        has_head = (last if not first else last * np.where(work.tied > 0, 0.0, 1.0)) * (1 - work.scored)
         # Multi-token prediction looks tokens up on the last stage as well.
         looks_up = np.where((work.further > 0) & (work.tied == 0), float(last and not first), 0.0)
         projections = last * work.further_parameters
         ends = vocabulary * (first + has_head + looks_up) + projections
-        trained_ends = vocabulary * ((first + looks_up) * work.trained_embedding + has_head * work.trained_head)
-        trained_ends = trained_ends + projections * work.trained_dense
+        trained_words = vocabulary * ((first + looks_up) * work.trained_embedding + has_head * work.trained_head)
+        trained_ends = trained_words + projections * work.trained_dense
         share = self._shared(dense + ends, experts)
         held = np.where(plans.zero == 3, share, dense + ends + experts)
         beside, beside_experts = self.adapters(layers)
@@ -100,8 +100,9 @@ class MemoryModel(LayerMemory):
         experts = experts * work.trained_experts + beside_experts
         trained = dense + trained_ends + experts
         mine = self._shared(dense + trained_ends, experts)
+        moment_bytes = mine * system.moment_bytes + self._shared(trained_words, 0.0) * system.ends_moment_bytes
         summed = np.where((plans.zero <= 1) | self._adds_up, trained, mine)
-        weight_bytes = np.where(plans.is_("weights", "bf16"), 2.0, system.weight_bytes)
+        weight_bytes = self.weight_bytes
         adapter = np.where(plans.zero == 3, self._shared(beside, beside_experts), beside + beside_experts)
         base_bytes = np.where(self._has_adapter & ~plans.is_("precision", "fp32", "fp16"), 2.0, weight_bytes)
         packed_dense, packed_experts = self.quantised(layers)
@@ -114,11 +115,11 @@ class MemoryModel(LayerMemory):
             kept = kept + np.where(plans.pp > 1, self._outputs(in_flight / layers), 0.0)
         if first:
             kept = kept - self._not_normed * in_flight / layers
-        in_sum = summed / np.maximum(trained, 1) * self._gradient_bytes
-        of_head = in_sum * vocabulary * work.trained_head * last
+        in_sum = summed / np.maximum(trained, 1) * self.gradient_bytes
+        of_head = in_sum * vocabulary * work.trained_head * last * (1 - work.scored)
         of_embedding = in_sum * vocabulary * work.trained_embedding * first
         of_loss, of_layers = self._gathered(ends, trained_ends, vocabulary * work.trained_head * last, layers)
-        moments = self._moments(kept, layers, summed * self._gradient_bytes, of_head, of_embedding, bool(last))
+        moments = self._moments(kept, layers, summed * self.gradient_bytes, of_head, of_embedding, bool(last))
         whole = (of_loss, of_layers, of_layers, of_loss)
         activations, logits, gradients, gathered = _highest(
             [(*moment, some) for moment, some in zip(moments, whole, strict=True)]
@@ -126,18 +127,18 @@ class MemoryModel(LayerMemory):
         comes_and_goes = activations + logits + gathered
         # The optimizer's step begins when activations are gone.
         update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
-        first_held = system.checks_gradients * trained * self._gradient_bytes
+        first_held = system.checks_gradients * trained * self.gradient_bytes
         used = Footprint(
             weights=(held - packed) * base_bytes + packed * work.quantised_bytes + adapter * weight_bytes,
             gradients=first_held + gradients,
-            optimizer=np.where(self.offloads_optimizer, 0.0, mine * system.moment_bytes + update),
+            optimizer=np.where(self.offloads_optimizer, 0.0, moment_bytes + update),
             activations=activations,
             logits=logits,
             gathered=gathered,
             agreement=self._agreement(trained, mine),
             workspace=constants.workspace_bytes
             + self._received()
-            + system.saves_here * self._saved(saved, mine, weight_bytes),
+            + system.saves_here * (saved * weight_bytes + moment_bytes) / plans.replicas,
             reserve=np.zeros(1),
         )
         return Footprint(**{**vars(used), "reserve": constants.fragmentation * (comes_and_goes + update)})
@@ -202,11 +203,6 @@ class MemoryModel(LayerMemory):
         usual = (self.system.balanced_stages > 0) & (self._stages_here == 1) & (self._said == 0)
         return np.where(has_more & usual, self._first_of_more, 0)
 
-    @cached_property
-    def _gradient_bytes(self) -> Numbers:
-        """Bytes of a number of a gradient, which has its weight's format."""
-        return np.where(self.plans.is_("weights", "bf16"), 2.0, self.system.gradient_bytes)
-
     @property
     def _adds_up(self) -> NDArray[np.bool_]:
         """True where gradients of several microbatches add up on the rank before they are summed over ranks."""
@@ -224,7 +220,7 @@ class MemoryModel(LayerMemory):
         work, hidden = self.work, self.tokens * self.work.width / self.sequence_ranks
         alone = (self.microbatches <= 1) & (self.plans.pp == 1) & (self.system.gradient_buffers == 0)
         loss, waiting = self._loss() if last else (np.zeros(1), np.zeros(1))
-        is_once = alone & (work.tied == 0)
+        is_once = alone & ((work.tied == 0) | (work.scored > 0))
         return [
             (kept, loss, np.where(alone, 0.0, gradients)),
             (kept + self.working, waiting, np.where(alone, of_head, gradients)),
@@ -264,15 +260,11 @@ class MemoryModel(LayerMemory):
 
     def _shared(self, dense: Numbers, experts: Numbers) -> Numbers:
         """Return a rank's part of the state of so many parameters (ZeRO)."""
-        return dense / self._shares_state + experts / np.maximum(1, self._shares_state / self.plans.ep)
+        return dense / self._shares_state + experts * self.expert_padding / self.plans.shares_experts
 
     @cached_property
     def _shares_state(self) -> Numbers:
         return self.plans.shares_state
-
-    def _saved(self, held: Numbers, trained: Numbers, weight_bytes: Numbers) -> Numbers:
-        """Return the bytes that a rank copies for a checkpoint: of what several ranks hold, each copies a part."""
-        return (held * weight_bytes + trained * self.system.moment_bytes) / self.plans.replicas
 
     def _loss(self) -> tuple[Numbers, Numbers]:
         """Return the bytes that the loss needs beside what layers keep, and those of them that are left when the
@@ -315,11 +307,11 @@ class MemoryModel(LayerMemory):
         plans, element = self.plans, self.activation_bytes
         dense, experts = self.parameters(1.0)
         packed = sum(self.quantised(1.0))
-        gathered = (dense + experts - packed) * element + packed * self.work.quantised_bytes
+        gathered = (dense + experts * self.expert_padding - packed) * element + packed * self.work.quantised_bytes
         gathered = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * gathered
         trained = dense * self.work.trained_dense + experts * self.work.trained_experts + trained_ends
         trained = trained + sum(self.adapters(1.0))
-        gradients = np.where(self._adds_up, of_head * element, trained * self._gradient_bytes)
+        gradients = np.where(self._adds_up, of_head * element, trained * self.gradient_bytes)
         root = np.where(self.system.keeps_root > 0, ends * element, 0.0)
         of_loss = np.where(plans.pp > 1, gathered, 0.0) + root
         return np.where(plans.shards_parameters, of_loss, 0.0), np.where(

@@ -146,6 +146,8 @@ class System:
     """1: tensor-parallel ranks have whole experts for a share of the tokens; 0: a share of each expert."""
     sends_once: Numbers = 0
     """1: a token that goes to several experts of a node crosses the network once (DeepEP)."""
+    deals_experts: Numbers = 0
+    """1: ranks that share the state of experts have whole ones, some perhaps none; 0: each has as much."""
     even_experts: Numbers = 0
     """1: tokens are dealt to experts evenly, as benchmarks do, whatever the router says."""
     launched: Numbers = 1
@@ -159,6 +161,8 @@ class System:
     """1: from time to time gradients are computed a second time while the first ones are held."""
     moment_bytes: Numbers = 8
     """Bytes of the optimizer's state for a weight, master copy included."""
+    ends_moment_bytes: Numbers = 0
+    """More of these bytes for a weight of embedding or head, which Muon leaves to AdamW."""
     widened_bytes: Numbers = 0
     """Bytes of a weight's moments while an update has them in fp32, if they are kept in fewer."""
     update_bytes: Numbers = 0

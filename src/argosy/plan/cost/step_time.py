@@ -35,7 +35,7 @@ from argosy.plan.cost.network import HIDDEN_SHARE, group_of
 from argosy.plan.layouts import SCHEDULE_NAMES, Ints
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
-from argosy.plan.sync import SENT_TO_ALL
+from argosy.plan.sync import COMPRESSED, SENT_TO_ALL
 from argosy.plan.workload import Numbers
 
 SIZES_MB = tuple(2**n for n in range(2, 9))
@@ -158,20 +158,21 @@ class StepModel(WaitModel):
         plans, system, constants = self.plans, self.system, self.constants
         dense, experts = self.summed_parameters
         updated = np.where(plans.is_("precision", "fp32"), 4, system.updated_bytes)
-        updated = np.where(plans.zero == 0, system.reduced_bytes, updated)
+        updated = np.where(plans.is_("weights", "bf16"), 2, updated)
+        updated = np.where(plans.zero == 0, self.reduced_bytes, updated)
         is_tier = (plans.zero > 0) & (plans.dp_replicate > 1)  # ranks that share the state
         in_tiers = (plans.sum_inside > 1) | is_tier
         moved: Numbers = 0.0
         ahead: Numbers = 0.0
         for parameters, group in (dense, self.data_group), (experts, self.expert_data_group):
             back, inside = (gather_s(parameters * updated, each) for each in (group, self.shard_group))
-            both = gather_s(parameters * system.reduced_bytes, group) + back
+            both = gather_s(parameters * self.reduced_bytes, group) + back
             if group.algorithms:  # over nodes those of the network's, else a ring
-                summed = self._over_group_s(parameters * system.reduced_bytes, group)
+                summed = self._over_group_s(parameters * self.reduced_bytes, group)
                 both = np.where((plans.zero == 0) & group.crosses, summed, both)
             both = both * np.where(plans.zero == 0, self._share_sent(group.ranks), 1.0)
             back = np.where(plans.zero > 0, np.where(in_tiers, inside, back), 0.0)
-            both = np.where(in_tiers, self._sum_s(parameters * system.reduced_bytes) + back, both)
+            both = np.where(in_tiers, self._sum_s(parameters * self.reduced_bytes) + back, both)
             moved = moved + np.where(parameters > 0, both, 0.0)
             ahead = ahead + np.where(parameters > 0, back * system.gathers_ahead, 0.0)
         taken = self.work.layers / plans.pp * self.taken_s(self.data_group)
@@ -179,10 +180,10 @@ class StepModel(WaitModel):
         hidden = np.minimum(hides * (moved - ahead), BACKWARD_SHARE * under)
         hidden = hidden + np.minimum(hides * ahead, (1 - BACKWARD_SHARE) * under)
         once = np.where(plans.zero == 3, 0.0, moved - hidden)
-        of_shard = (dense + experts) * system.reduced_bytes / (plans.dp_shard * plans.cp)
+        of_shard = self._parameters_here * self.reduced_bytes
         once = once + np.where(plans.zero == 3, self._over_replicas_s(of_shard) * 0.5, 0.0)
         waits = once + system.buckets * (self._bucket_waits(plans.bucket_mb) - self._least_wait)
-        return waits + self._compressing(dense + experts, waits)
+        return waits + self._compressing(waits)
 
     @cached_property
     def summed_parameters(self) -> tuple[Numbers, Numbers]:
@@ -192,6 +193,12 @@ class StepModel(WaitModel):
         ends = np.maximum(work.trained_embedding, work.trained_head) * work.vocabulary_parameters / self.plans.tp
         beside, beside_experts = self.adapters(work.layers / self.plans.pp)
         return dense * work.trained_dense + ends + beside, experts * work.trained_experts + beside_experts
+
+    @property
+    def _parameters_here(self) -> Numbers:
+        """Those of them whose state the rank has: the rank with most experts."""
+        dense, experts = self.summed_parameters
+        return dense / self.plans.shares_state + experts * self.expert_padding / self.plans.shares_experts
 
     def _sum_s(self, message: Numbers) -> Numbers:
         """Return the seconds of one message's sum under ZeRO 0 to 2: inside replicas, and over them."""
@@ -264,20 +271,21 @@ class StepModel(WaitModel):
     def _bucket_waits(self, bucket_mb: Numbers) -> Numbers:
         """Return the seconds that buckets of this size leave to wait for; 0 where FSDP2 has messages of its own."""
         start, of_byte = self._of_sum
-        gradients = sum(self.summed_parameters) * self.system.reduced_bytes
-        bucket = np.asarray(bucket_mb) * 2.0**20
+        gradients, bucket = sum(self.summed_parameters) * self.gradient_bytes, np.asarray(bucket_mb) * 2.0**20
+        of_byte = of_byte * self.reduced_bytes / self.gradient_bytes
         wait = wait_s(gradients, bucket, start, of_byte, BACKWARD_SHARE * self.mean_microbatch_s)
         return np.where((self.plans.zero == 3) | (self.plans.dp * self.plans.cp == 1), 0.0, wait)
 
     def _share_sent(self, replicas: Numbers) -> Numbers:
-        """Return which share of an exact sum's bytes replicas send."""
-        return self.compression.share_sent(self.plans, self.work, replicas)
+        """Return which share of an exact sum's bytes replicas send; compressors send theirs whatever `reduce` says."""
+        share = self.compression.share_sent(self.plans, self.work, replicas)
+        return np.where(self.plans.is_("sync", *COMPRESSED), share * 4 / self.reduced_bytes, share)
 
-    def _compressing(self, parameters: Numbers, waits: Numbers) -> Numbers:
+    def _compressing(self, waits: Numbers) -> Numbers:
         """Return what compressing adds to the waits for sums over replicas; sending the bucket before hides a part."""
         plans = self.plans
         inside = plans.sum_inside * plans.sum_between
-        mine = parameters / plans.shares_state / inside
+        mine = self._parameters_here / inside
         seconds = self.compression.seconds(plans, mine, plans.replicas // inside, self.rates)
         return seconds - HIDDEN_SHARE * np.minimum(seconds, waits)
 
@@ -286,15 +294,12 @@ class StepModel(WaitModel):
 
         Narrow moments are unpacked, updated and packed by one kernel after the other.
         """
-        plans, system = self.plans, self.system
-        dense, experts = self.summed_parameters
-        mine = dense / plans.shares_state
-        mine = mine + experts / np.maximum(1, plans.shares_state / plans.ep)
+        plans, system, mine = self.plans, self.system, self._parameters_here
         of_moments = 2 * system.moment_bytes + 4 * system.widened_bytes
-        of_weight = system.gradient_bytes * 2 + of_moments + system.weight_bytes
+        of_weight = self.gradient_bytes * 2 + of_moments + self.weight_bytes
         moved = self.constants.optimizer * mine * of_weight
         # Gradients go to the host, it updates, new values come back: one after the other (`parallel.offload`).
-        copied = mine * (system.gradient_bytes + system.weight_bytes) / self._host_link_bytes_per_s
+        copied = mine * (self.gradient_bytes + self.weight_bytes) / self._host_link_bytes_per_s
         on_host = copied + moved / self.rates.host_memory_bytes_per_s
         return np.where(plans.is_("offload", "optimizer", "all"), on_host, moved / self.rates.memory_bytes_per_s)
 

@@ -137,7 +137,7 @@ def _axes(model: StepModel, plan: Plan, fabric: Fabric) -> list[AxisOnNetwork]:
         ("tp", plan.tp, 1, model.tensor_group, "all_reduce", model.hidden),
         ("cp", plan.cp, plan.tp, model.context_group, *context),
         ("ep", plan.ep, apart, model.expert_group, "all_to_all", model.to_experts),
-        ("dp", plan.dp * plan.cp, plan.tp, model.data_group, gradients, (dense + experts) * model.system.reduced_bytes),
+        ("dp", plan.dp * plan.cp, plan.tp, model.data_group, gradients, (dense + experts) * model.reduced_bytes),
         ("pp", plan.pp, stride, model.stage_group, "send", model.hidden_bytes),
     ]
     rows = [row for row in found if row[1] > 1]
