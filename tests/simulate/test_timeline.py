@@ -100,6 +100,14 @@ def test_a_rank_waits_for_what_another_has_not_sent_yet():
     assert alone.waited_s["pp"] == pytest.approx(message), "the other is taken to be as far"
 
 
+def test_a_collective_of_two_ranks_begins_when_the_later_one_has_begun_it():
+    message, work = Durations(CLUSTER).of_message(all_gather()), Durations(CLUSTER).of_work(MATMUL)
+    early, late = [all_gather(), WaitEvent(0, HERE)], [MATMUL, all_gather(), WaitEvent(0, HERE)]
+    drawn = draw({rank: Trace(Counter(), early if rank == 0 else late) for rank in (0, 1, 8)}, CLUSTER)
+    assert drawn[0].step_s == drawn[1].step_s == drawn[8].step_s == pytest.approx(work + message)
+    assert drawn[0].waited_s == {"shard": pytest.approx(work + message)}, "rank 8 is in another group"
+
+
 def test_the_trace_file_has_a_track_for_the_device_and_each_axis():
     grown = Change(2**20, MemoryBlock(), HERE)
     trace = chrome_trace({3: alone(grown, MATMUL, all_gather(), WaitEvent(0, HERE), MATMUL)})

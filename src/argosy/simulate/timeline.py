@@ -90,10 +90,14 @@ class StepTimeline:
 def draw(traces: Mapping[int, Trace], cluster: Cluster, fabric: Fabric | None = None) -> dict[int, StepTimeline]:
     """Return the timelines of ranks, by rank, on `cluster`, with `fabric` for its network if its topology is known.
 
-    A message between two of these ranks arrives when the other has sent it; any other peer is taken to be as far as
-    this rank. So a pipeline's bubble shows if all its stages are here.
+    A message between two of these ranks arrives when the other has sent it, and a collective of several of them begins
+    when the last has begun it; any other peer is taken to be as far as this rank. So a pipeline's bubble shows if all
+    its stages are here.
     """
-    players = {rank: _Player(rank, trace, Durations(cluster, fabric), set(traces)) for rank, trace in traces.items()}
+    begun: Begun = {}
+    players = {
+        rank: _Player(rank, trace, Durations(cluster, fabric), set(traces), begun) for rank, trace in traces.items()
+    }
     posts: Posts = {}
     waiting = dict.fromkeys(players, True)
     while any(waiting.values()):
@@ -110,15 +114,18 @@ Line = tuple[int, int, str]
 """From a rank to a rank, along an axis: messages arrive in the order in which they are sent."""
 Posts = dict[Line, list[float]]
 """Time at which each message of a line has arrived."""
+Begun = dict[tuple[tuple[int, ...], str, int], dict[int, float]]
+"""Ranks, axis and number of a collective -> when each of these ranks has begun it."""
 
 
 class _Player:
     """Runs through one rank's events until it needs what another has not sent yet."""
 
-    def __init__(self, rank: int, trace: Trace, durations: Durations, ranks: set[int]) -> None:
+    def __init__(self, rank: int, trace: Trace, durations: Durations, ranks: set[int], begun: Begun) -> None:
         self.timeline = StepTimeline()
         self.done = False
-        self._rank, self._durations, self._ranks = rank, durations, ranks
+        self._rank, self._durations, self._ranks, self._begun = rank, durations, ranks, begun
+        self._met: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._now = 0.0
         self._free: dict[str, float] = {}
         self._ends: list[tuple[str, float | tuple[Line, int]]] = []  # axis, and when, or which message
@@ -148,7 +155,7 @@ class _Player:
             self._now += duration
             self.timeline.compute_s += duration
         elif isinstance(event, SendEvent):
-            self._send(event, posts)
+            return self._send(event, posts)
         elif isinstance(event, WaitEvent):
             return self._wait(event, posts)
         elif isinstance(event, Change):
@@ -158,17 +165,24 @@ class _Player:
                 self.timeline.memory.append((self._now, dict(self._levels)))
         return True
 
-    def _send(self, sent: SendEvent, posts: Posts) -> None:
+    def _send(self, sent: SendEvent, posts: Posts) -> bool:
         if sent.kind == "recv" and sent.peer in self._ranks:
             line = (sent.peer, self._rank, sent.axis)
             self._ends.append((sent.axis, (line, self._expected[line])))
             self._expected[line] += 1
-            return
+            return True
         wires = self._durations.wires_of(sent)
         free = max(self._free.get(wire, 0.0) for wire in (sent.axis, *wires))
         begin = max(self._now, free) if sent.kind != "recv" else self._now
         if sent.after is not None:
             begin = max(begin, self._arrival(sent.after)[1])
+        if sent.peer is None and len(peers := self._peers(sent)) > 1:
+            begins = self._begun.setdefault((peers, sent.axis, self._met[peers, sent.axis]), {})
+            begins[self._rank] = begin
+            if len(begins) < len(peers):
+                return False
+            self._met[peers, sent.axis] += 1
+            begin = max(begins.values())
         duration = self._durations.of_message(sent)
         if sent.kind != "recv":
             self._free |= dict.fromkeys((sent.axis, *wires), begin + duration)
@@ -176,6 +190,12 @@ class _Player:
         if sent.kind == "send" and sent.peer in self._ranks:
             posts.setdefault((self._rank, sent.peer, sent.axis), []).append(begin + duration)
         self._ends.append((sent.axis, begin + duration))
+        return True
+
+    def _peers(self, sent: SendEvent) -> tuple[int, ...]:
+        """Return those of these ranks that are in a collective's group."""
+        first = self._rank - self._rank // sent.stride % sent.ranks * sent.stride
+        return tuple(sorted(self._ranks & set(range(first, first + sent.ranks * sent.stride, sent.stride))))
 
     def _work_beside(self, work: Operation, messages_ago: int) -> None:
         """Draw what follows a message in its own stream: what waits for the message waits for this too."""
