@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -76,6 +77,12 @@ def test_uneven_shares_follow_the_speed_and_beat_even_ones(plan: Plan, what: str
     assert step_s(costs, uneven) == pytest.approx(split.step_s), "what is chosen is predicted alike when it is given"
     assert len(numbers_of(uneven.shares)) in (0, 2) and sum(numbers_of(uneven.layers)) in (0, total)
     assert first_problem(uneven, costs.run) is None
+
+
+def test_layers_are_dealt_where_nobody_knows_the_memory() -> None:
+    costs = costs_of(Cluster.parse("32xh100+32xa100"))
+    anything = replace(costs, rates=replace(costs.rates, memory_bytes=np.inf))
+    assert "layers" in [split.what for split in uneven_splits(anything, [STAGES])]
 
 
 def test_alike_devices_need_no_such_thing() -> None:

@@ -90,8 +90,8 @@ def _by_layers(costs: CostModel, plan: Plan) -> UnevenSplit | None:
     if holders is None:
         return None
     layers, times = costs.run.model.layers, uneven.of_kinds(plan)
-    room = float(costs.memory_bytes) / float(costs.rates.memory_bytes)
-    most = room_for_layers(costs, plan, np.array([float(kind.rates.memory_bytes) * room for kind in costs.kinds]))
+    memory = np.array([float(kind.rates.memory_bytes) for kind in costs.kinds])
+    most = room_for_layers(costs, plan, costs.memory_bytes * (memory / memory.min()))
     each = np.arange(1, layers + 1)
     seconds = np.where(each <= most[:, None], uneven.of_layer(plan, times)[:, None] * each, np.inf)
     dealt = deal(layers, holders, seconds)
