@@ -10,6 +10,7 @@ import pytest
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import (
@@ -101,6 +102,9 @@ def test_processes_share_what_the_cores_can_do(processes):
         lambda cluster: cluster.device.memory_bytes_per_s,
         lambda cluster: cluster.device.memory_bytes,
         lambda cluster: cluster.measured.matmuls[0].flops_per_s,
+        lambda cluster: cluster.device.nameplate_w,
+        lambda cluster: price_per_device_h(cluster).mid,
+        lambda cluster: 1 / cluster.device.mtbf_h,
     ):
         assert rate(after) * processes == pytest.approx(rate(before) * 2)
 

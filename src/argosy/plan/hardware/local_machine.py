@@ -104,11 +104,16 @@ def _rough(hardware: DetectedHardware) -> Cluster | None:
     return Cluster(name=name, groups=(NodeGroup(device=device, nodes=nodes, devices_per_node=hardware.per_node),))
 
 
+OF_MACHINE = ("power_w", "node_power_w", "price_low_usd_per_h", "price_usd_per_h", "price_high_usd_per_h")
+"""Figures of a CPU's device of which a machine has as much whatever the number of its processes."""
+
+
 def resized(cluster: Cluster, processes: int) -> Cluster:
     """Return the cluster with so many processes on each of its CPU nodes, where they share the cores and the memory.
 
-    A process has its share of arithmetic and of memory. What one process does alone (starting operations, messages)
-    becomes slower with more processes than there were, and not faster with fewer. Accelerators stay as they are.
+    A process has its share of arithmetic, memory, power and price. What one process does alone (starting operations,
+    messages) becomes slower with more processes than there were, and not faster with fewer. Accelerators stay as they
+    are.
     """
     if cluster.device.kind != "cpu" or len(cluster.groups) > 1:
         return cluster
@@ -128,6 +133,8 @@ def resized(cluster: Cluster, processes: int) -> Cluster:
             "nic_bytes_per_s": device.nic_bytes_per_s * share,
             "devices_per_node": here,
             "devices_per_host": here,
+            "mtbf_h": device.mtbf_h and device.mtbf_h / share,
+            **{key: value * share for key in OF_MACHINE if (value := getattr(device, key)) is not None},
         }
     )
     of_group = {
@@ -147,6 +154,7 @@ def resized(cluster: Cluster, processes: int) -> Cluster:
             )
             for tier in cluster.network
         ),
+        "price_per_device_h": cluster.price_per_device_h and cluster.price_per_device_h * share,
         "measured": cluster.measured and _resized(cluster.measured, share, alone),
     }
     return cluster.changed(**changed)
