@@ -111,7 +111,7 @@ def test_a_devices_file_is_found_beside_the_clusters(tmp_path, monkeypatch):
     ("text", "message"),
     [
         ("0xh100", "there must be at least one device. Try 8xh100."),
-        ("4x0xh100", "there must be at least one device"),
+        ("4x00xh100", "there must be at least one device"),
         ("600000xh100+600000xh100", "1,200,000 devices are more than 1,048,576. Give fewer."),
         ("100xh100", "has 8 devices, and 100 is not a multiple of that. Try 96xh100 or 104xh100, or give the nodes"),
         ("8xh1000", "no device is called 'h1000'; did you mean h100"),

@@ -424,7 +424,7 @@ def settle_device(table: Any, key: str, folder: Path) -> None:
 def _group(count: str, per_node: str | None, device_name: str, *, text: str, device: Device | None = None) -> NodeGroup:
     """Return the nodes of NxDEVICE, or of NODESxNxDEVICE; none: the device of that name. Raises: UserError."""
     device, number = device or find_device(device_name), int(count)
-    if number == 0 or per_node == "0":
+    if number == 0 or (per_node and int(per_node) == 0):
         raise UserError(f"cluster {text!r}: there must be at least one device. Try 8x{device_name}.")
     if per_node:
         return NodeGroup(device=device, nodes=number, devices_per_node=int(per_node))
