@@ -63,6 +63,7 @@ def test_a_device_that_the_model_does_not_fit_is_counted_and_has_no_figures(load
     assert (record.searched, record.regret) == (0, None)  # nothing is trained
     (front,) = record.fronts["serving"]
     assert front["memory_bytes"] > 16e9 and front["tp"] == 1  # 8B numbers of two bytes
+    assert "  memory_bytes         1e+10 -  8e+10 1.00" in in_words(report).splitlines()
     first, second = csv.DictReader(io.StringIO(as_csv(report)))
     assert (first["tpot_s"], first["decode_binds"]) == ("", "") and float(second["tpot_s"]) > 0
 

@@ -297,10 +297,11 @@ def in_words(report: DesignReport, top: int = 10) -> str:
         lines += ["", f"{work}: {len(rows)} that no other beats in time, money and energy at once"]
         lines += [f"  {_in_words(report, work, row)}" for row in evenly(rows, top)]
     for metric, of_axes in report.effects.items() if len(points) > 1 else ():
-        lines += ["", f"{metric}: its median with each value, over that with the first"]
+        lines += ["", f"{metric}: its median with each value, over that with the first; -: nothing fits"]
         for key, ratios in of_axes.items():
-            said = zip(points.axes[key], ratios, strict=True)
-            lines.append(f"  {key:20} " + "  ".join(f"{_short(value)} {ratio:.2f}" for value, ratio in said))
+            times = (f"{ratio:.2f}" if np.isfinite(ratio) else "-" for ratio in ratios)
+            said = zip(map(_short, points.axes[key]), times, strict=True)
+            lines.append(f"  {key:20} " + "  ".join(map(" ".join, said)))
     for work, of_stops in report.along.items():
         for axis, stops in of_stops.items():
             lines += ["", f"{work} along {axis}, all else as in the base or the middle:"]
