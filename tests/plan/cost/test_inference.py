@@ -313,6 +313,8 @@ def test_formats_that_a_device_lacks_are_converted() -> None:
     narrow, half = (formats_of(machines.device, rates, weights, "16") for weights in ("fp8", "bf16"))
     assert narrow.flops_per_s == half.flops_per_s
     assert (narrow.weight_bytes, half.weight_bytes) == (1.0, 2.0)
+    caches = [formats_of(machines.device, rates, "fp32", cache).cache_bytes for cache in ("16", "fp8")]
+    assert caches == [4.0, 1.0]
 
 
 def test_four_bits_are_multiplied_in_16_where_there_are_matmuls_of_8_alone() -> None:

@@ -423,7 +423,7 @@ def formats_of(device: Device, rates: Rates, weights: str, cache: str) -> Format
     Formats that the device has no matmuls for are only stored: they are multiplied in 16 bits.
     """
     if weights == "fp32":
-        return Formats(4.0, 4.0, float(rates.fp32 * rates.achieved_fp32))
+        return Formats(4.0, 4.0 if cache == "16" else CACHES[cache], float(rates.fp32 * rates.achieved_fp32))
     for computed in NARROW_ACTIVATIONS:
         if computed == weights and computed in device.formats:
             return Formats(BYTES_OF_WEIGHT[weights], CACHES[cache], device.matmul_flops_per_s(computed), 1.0)
