@@ -14,7 +14,7 @@ from argosy.config.load import load
 from argosy.config.sync import SiteConfig
 from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.errors import UserError
-from argosy.launch.resolve import check_memory, resolve, with_known_sizes
+from argosy.launch.resolve import check_memory, resolve, with_known_length, with_known_sizes
 from argosy.observe.screen import Progress
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
@@ -38,12 +38,14 @@ def test_a_run_that_says_all_stays_as_it_is(corpus):
 
 @pytest.mark.parametrize("epochs", [0.001, 0.5, 1.0, 2.25])
 def test_a_run_in_epochs_has_the_fewest_steps_that_read_so_much(corpus, epochs):
-    run, data = resolve(run_config(corpus, train={"steps": 0, "epochs": epochs, "minutes": 4.0}), QUIET)
+    asked = run_config(corpus, train={"steps": 0, "epochs": epochs, "minutes": 4.0})
+    run, data = resolve(asked, QUIET)
     steps, batch, windows = run.train.steps, run.train.global_batch, data.sources[0].windows(run.data.seq_len)
     assert (steps - 1) * batch < epochs * windows <= steps * batch
     visited = data.order.samples(0, steps * batch)
     assert len(set(visited.windows.tolist())) >= min(windows, epochs * windows)
     assert resolve(run, QUIET)[0] == run  # as it stands in run.toml
+    assert with_known_length(asked).train.steps == steps  # nothing was to be prepared
 
 
 def test_epochs_are_refused_beside_other_steps_or_in_a_mixture(corpus, other):

@@ -280,9 +280,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _run(source: str, asked: Question) -> RunConfig:
     """Return the run as `argosy train` would have it, as far as that is known before it has prepared its data."""
-    from argosy.launch.resolve import with_known_sizes
+    from argosy.launch.resolve import with_known_length, with_known_sizes
 
-    return with_known_sizes(load(source, asked.keys))
+    return with_known_length(with_known_sizes(load(source, asked.keys)))
 
 
 def _priced(options: Options) -> list[tuple[str, float | None]]:

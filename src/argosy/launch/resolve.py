@@ -120,6 +120,17 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
     return run.with_keys(model={"vocab_size": vocab_size})
 
 
+def with_known_length(run: RunConfig) -> RunConfig:
+    """Return a run in epochs with its number of steps, if its data are prepared and on this machine.
+
+    Raises: UserError, as for a run that trains; DataError if a shard is missing or cut off.
+    """
+    folder = Path(next(iter(run.data.sources), str(run.data.prepare.out)))
+    if run.train.steps or not run.train.epochs or not (folder / MANIFEST).exists():
+        return run
+    return _with_length(run, open_data(run.data, run.seed, run.train.batches))
+
+
 def check_parameters(run: RunConfig) -> None:
     """Check the patterns that name parameters of the model. Raises: UserError if one matches none."""
     check_targets(run.lora, linear_names(run.model))

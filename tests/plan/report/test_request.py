@@ -46,8 +46,9 @@ def test_sizes_that_are_not_said_are_assumed_and_named() -> None:
     run = request.run
     assert (run.data.seq_len, run.model.vocab_size) == (min(8192, run.model.max_seq_len), 4096)
     assert run.train.global_batch == usual_batch(run, run.data.seq_len)
-    assert len(request.assumed) == 3
-    said = of_model("llama3-8b", "8xh100", Question(seq_len=4096, global_batch=32))
+    assert len(request.assumed) == 4
+    assert request.assumed[-1].endswith("(20 for each active parameter).")
+    said = of_model("llama3-8b", "8xh100", Question(seq_len=4096, global_batch=32, tokens=1e9))
     assert (said.run.data.seq_len, said.run.train.global_batch, said.assumed) == (4096, 32, ())
 
 

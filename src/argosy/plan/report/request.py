@@ -12,9 +12,11 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.estimate import count
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.parameters import active_parameters
 from argosy.plan.plan import Objective, Plan, said_in
-from argosy.plan.report.report import PlanReport, PlanRequest, plan_report, usual_batch
+from argosy.plan.report.report import TOKENS_PER_PARAMETER, PlanReport, PlanRequest, plan_report, usual_batch
 from argosy.plan.search.agreement import choose_rounds, choose_word
 from argosy.plan.search.auto import Devices, choose_with_reasons, fast_precision, machine_for
 from argosy.plan.search.space import Pins, parse_pins
@@ -92,7 +94,7 @@ def of_model(model: str | ModelConfig, cluster: str | Cluster, asked: Question, 
     pins = dict(parse_pins(asked.fix))
     run, assumed, of_batch = _run_of_model(model, name, asked, place.devices)
     _check_precisions(pins, place, run)
-    tokens, more = _tokens(asked)
+    tokens, more = _tokens(asked, run)
     assumed = [*assumed, *of_batch, *more]
     batch = "" if asked.serving else "".join(of_batch)
     return PlanRequest(run, place, tokens, asked.objective, pins, asked.top, None, tuple(assumed), batch)
@@ -106,9 +108,7 @@ def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanReq
     run, assumed = _with_vocabulary(run)
     if asked.serving and asked.seq_len is not None:
         run = _of_length(run, asked.seq_len)
-    tokens, more = _tokens(asked)
-    if not tokens and run.train.steps:
-        tokens = float(run.tokens_before(run.train.steps))
+    tokens, more = _tokens(asked, run, run.train.steps)
     pins = dict(parse_pins(asked.fix))
     if isinstance(place, Cluster):
         cluster, given, numbers = place, None, _numbers(run.plan)
@@ -149,11 +149,17 @@ def _priced(cluster: Cluster, asked: Question) -> Cluster:
     return cluster if asked.price is None else cluster.model_copy(update={"price_per_device_h": asked.price})
 
 
-def _tokens(asked: Question) -> tuple[float | None, list[str]]:
-    """Return the tokens to train on, if they are asked for, and what was assumed."""
-    if asked.finetune is None:
+def _tokens(asked: Question, run: RunConfig, steps: int = 0) -> tuple[float | None, list[str]]:
+    """Return the tokens to train on, those of `steps` if they are not asked for, and what was assumed."""
+    if asked.finetune is not None:
+        words = f"Assumed: {FINETUNE_EPOCHS} epochs of the data set (else: --tokens)."
+        return FINETUNE_EPOCHS * asked.finetune, [words]
+    if asked.tokens is not None or asked.serving:
         return asked.tokens, []
-    return FINETUNE_EPOCHS * asked.finetune, [f"Assumed: {FINETUNE_EPOCHS} epochs of the data set (else: --tokens)."]
+    if steps:
+        return float(run.tokens_before(steps)), []
+    each = TOKENS_PER_PARAMETER
+    return None, [f"Assumed: --tokens {count(each * active_parameters(run.model))} ({each} for each active parameter)."]
 
 
 def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
