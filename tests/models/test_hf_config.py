@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import HunYuanDenseV1Config
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.models.hf import import_config
+from argosy.models.rope import rotary_table
+from argosy.plan.layer_spec import RopeSpec
 from mutations import ODD_VALUES
 
 LLAMA: dict[str, Any] = {
@@ -64,6 +69,39 @@ def test_whatever_stands_at_a_key_is_a_model_or_one_short_message(name: str, tmp
             said = str(refused)
             assert "config.json: " in said
             assert len(said) < 3000 + 5 * len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("llama", {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}}),  # SmolLM2
+        ("cohere", {"model_max_length": 131_072, "tie_word_embeddings": True}),  # Command R
+        ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),  # Phi-4-mini
+        ("cohere2", {"rotary_pct": 1.0, "position_embedding_type": "rope_gptj", "use_parallel_block": True,
+                     "order_of_interleaved_layers": "local_attn_first", "use_gated_activation": True,
+                     "layer_switch": 4, "use_embedding_sharing": True, "use_parallel_embedding": True}),  # Command R7B
+    ],
+)  # fmt: skip
+def test_keys_that_published_models_have_beside_are_taken(family: str, said: dict[str, Any], tmp_path: Path) -> None:
+    plain = {k: v for k, v in LLAMA.items() if k not in ("architectures", "layer_types")} | {"model_type": family}
+    expected = import_config(write(tmp_path, plain | {"tie_word_embeddings": family.startswith("cohere")}))
+    assert import_config(write(tmp_path, plain | {"tie_word_embeddings": expected.tie_embeddings} | said)) == expected
+    changed = {key: 0.5 for key, value in said.items() if family == "cohere2" and not isinstance(value, bool | int)}
+    for key, value in changed.items():
+        with pytest.raises(UserError, match=f"{key} = {value}: only"):
+            import_config(write(tmp_path, plain | said | {key: value}))
+
+
+def test_an_alpha_of_hunyuan_stretches_the_base(tmp_path: Path) -> None:
+    plain = {k: v for k, v in LLAMA.items() if k not in ("architectures", "layer_types")}
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+    said = plain | {"model_type": "hunyuan_v1_dense", "rope_scaling": scaling}
+    found, theirs = import_config(write(tmp_path, said)), HunYuanDenseV1Config(**said)
+    ours, _ = rotary_table(RopeSpec(16, found.rope_theta, found.rope_scaling), 40)
+    of_theirs, _ = HunYuanDenseV1RotaryEmbedding(theirs)(torch.zeros(1), torch.arange(40)[None])
+    torch.testing.assert_close(ours, of_theirs[0])
+    with pytest.raises(UserError, match='rope_type = "dynamic": known are'):
+        import_config(write(tmp_path, plain | {"model_type": "llama", "rope_scaling": scaling}))
 
 
 @pytest.mark.parametrize(

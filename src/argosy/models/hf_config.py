@@ -77,6 +77,8 @@ HARMLESS = frozenset(
         *("sep_token_id", "decoder_start_token_id", "topk_method", "n_group", "topk_group", "norm_topk_prob"),
         *("attention_bias", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "rms_norm_eps"),
         *("rope_local_base_freq", "first_k_dense_replace", "q_lora_rank", "hidden_size", "moe_intermediate_size"),
+        *("is_llama_config", "transformers.js_config", "model_name", "tokenizer_class", "model_max_length"),
+        *("use_parallel_embedding", "use_embedding_sharing", "layer_switch"),
     )
 )
 """Keys that change nothing in what the model computes, or are read elsewhere in this file."""

@@ -234,6 +234,7 @@ DENSE_FAMILIES = {
     "phi3": Family(
         "Phi3ForCausalLM",
         fixed={"attention_bias": False},
+        constants={"full_attn_mod": 1, "interpolate_factor": 1},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         fused={"model.layers.*.self_attn.qkv_proj": QKV, "model.layers.*.mlp.gate_up_proj": GATE_UP},
         partial=1.0,
@@ -244,7 +245,13 @@ DENSE_FAMILIES = {
     "cohere2": replace(
         COHERE,
         architecture="Cohere2ForCausalLM",
-        constants={},
+        constants={
+            "rotary_pct": 1.0,
+            "position_embedding_type": "rope_gptj",
+            "order_of_interleaved_layers": "local_attn_first",
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+        },
         defaults=COHERE.defaults | {"rope_theta": 10_000.0, "sliding_window": 4096},
         windows=every(4),
         rotates="sliding",
@@ -296,5 +303,6 @@ DENSE_FAMILIES = {
             "blocks.*.attention.q_norm": "model.layers.*.self_attn.query_layernorm",
             "blocks.*.attention.k_norm": "model.layers.*.self_attn.key_layernorm",
         },
+        stretches_base=True,
     ),
 }

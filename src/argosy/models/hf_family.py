@@ -188,6 +188,8 @@ class Family:
     """The layers that have positions; listed: no_rope_layers says it."""
     sliding_theta: float = 0.0
     """Base of sliding layers if config.json does not say it, where they have one of their own."""
+    stretches_base: bool = False
+    """A rotary embedding called dynamic that has an alpha is none: alpha stretches the base, whatever the length."""
     nests_rope: bool = False
     """Full and sliding layers have their own rotary embedding."""
     rope_of_pictures: tuple[str, ...] = ()

@@ -194,6 +194,7 @@ class RopeJson(BaseModel):
     type: str | None = None
     rope_theta: PositiveFloat | None = None
     factor: PositiveFloat | None = None
+    alpha: Annotated[PositiveFloat, Field(le=2**20)] | None = None
     original_max_position_embeddings: Annotated[PositiveFloat, Field(le=2**53)] | None = None
     low_freq_factor: PositiveFloat | None = None
     high_freq_factor: PositiveFloat | None = None
@@ -254,6 +255,9 @@ def rope_from_json(
         section = "rope_scaling"
     rope = {key: value for key, value in (given.get(section) or {}).items() if value is not None}
     rope = {key: value for key, value in rope.items() if key not in family.rope_of_pictures}
+    kind, width = rope.get("rope_type", rope.get("type")), found["head_width"]
+    if family.stretches_base and kind == "dynamic" and "alpha" in rope and width > 2:
+        rope = {"rope_theta": rope.get("rope_theta", given["rope_theta"]) * rope["alpha"] ** (width / (width - 2))}
     sliding = None
     if family.nests_rope and "full_attention" in rope:
         sliding = rope.get("sliding_attention") or {}
