@@ -78,7 +78,16 @@ def test_a_url_is_a_place_to_export_to(tmp_path: Path) -> None:
 
 def test_a_target_of_some_layers_alone_is_named_whole(tmp_path: Path) -> None:
     adapter = adapter_for(model_config(), "blocks.1.attention.o.weight")
-    assert exported(tmp_path / "out", model_config(), adapter)["target_modules"] == ["model.layers.1.self_attn.o_proj"]
+    said = exported(tmp_path / "out", model_config(), adapter)
+    assert said["target_modules"] == ["model.layers.1.self_attn.o_proj"]
+    said |= {
+        "target_modules": ["o_proj"],
+        "layers_to_transform": [1],
+        "exclude_modules": "lm_head",
+    }  # as PEFT also says it
+    (tmp_path / "out" / ADAPTER_CONFIG).write_text(json.dumps(said))
+    found, _ = import_adapter(tmp_path / "out", model_config(), weights_of(model_config()))
+    assert found.targets == ("blocks.1.attention.o",)
 
 
 @pytest.mark.parametrize(("kind", "alpha"), [("lora", 2 * ALPHA), ("rslora", 2**0.5 * ALPHA)])

@@ -35,9 +35,8 @@ MOST_ADAPTER_CONFIG_BYTES, MOST_ADAPTER_BYTES = 2**24, 2**36
 PEFT_PREFIX = "base_model.model."
 INNER_SUFFIX, OUTER_SUFFIX, MAGNITUDE_SUFFIX = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 UNKNOWN_IF_SET = (
-    "modules_to_save", "layers_to_transform", "fan_in_fan_out", "lora_bias", "target_parameters", "use_qalora",
-    "trainable_token_indices", "exclude_modules", "megatron_config", "layer_replication", "alora_invocation_tokens",
-    "kasa_config",
+    "modules_to_save", "fan_in_fan_out", "lora_bias", "target_parameters", "use_qalora", "trainable_token_indices",
+    "megatron_config", "layer_replication", "alora_invocation_tokens", "kasa_config",
 )  # fmt: skip
 """Settings of PEFT with which an adapter is something else than ours."""
 INITS_OF_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
