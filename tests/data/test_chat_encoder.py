@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.processors import ByteLevel as TrimmedOffsets
 
 from argosy.data.chat_encoder import TOO_LONG, TRUNCATED, ChatEncoder, check_spelling
 from argosy.data.conversations import BadRecord
@@ -64,6 +65,15 @@ def test_answers_are_learned_and_starts_are_marked(tokenizer: Path, document: li
     assert shown(batch.tokens) == expected.split()
     assert batch.lengths.tolist() == [len(expected.split())]
     assert batch.held_out.tolist() == [False]
+
+
+def test_blanks_of_an_answer_are_learned_whatever_the_tokenizer_takes_out_of_offsets(tmp_path: Path) -> None:
+    engine = Tokenizer(BPE({symbol: n for n, symbol in enumerate(ByteLevel.alphabet())}, []))
+    engine.pre_tokenizer, engine.post_processor = ByteLevel(add_prefix_space=False), TrimmedOffsets()
+    engine.save(str(tmp_path / "tokenizer.json"))
+    document = [part("a: b  c", " b  c")]
+    words = ChatEncoder(tmp_path / "tokenizer.json", 16, 0.0).encode([json.dumps(document)]).tokens
+    assert ((words & TRAINED) != 0).tolist() == [False] * 2 + [True] * 5
 
 
 def test_the_bytes_of_a_document_are_those_of_its_answers(tokenizer: Path) -> None:

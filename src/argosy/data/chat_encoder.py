@@ -74,6 +74,7 @@ class ChatEncoder:
         self._engine = HuggingFaceTokenizer.from_file(str(tokenizer))
         self._engine.no_truncation()
         self._engine.no_padding()
+        self._engine.post_processor = None  # some take blanks out of offsets: then tokens of blanks are in no answer
         self._seq_len, self._validation_fraction = seq_len, validation_fraction
         self.counts = Counter[str]()
         """Counts of what was left out since a caller emptied it."""
