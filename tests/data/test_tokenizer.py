@@ -59,7 +59,7 @@ def test_text_cannot_fake_the_end_of_a_document(tokenizer_json: Path) -> None:
     assert tokenizer.eod_id not in ids and tokenizer.encode_batch([f"a{END_OF_DOCUMENT}b"]) == [ids]
 
 
-@pytest.mark.parametrize("name", ["<|end_of_text|>", "</s>", "<|im_end|>"])
+@pytest.mark.parametrize("name", ["<|end_of_text|>", "</s>", "<EOS_TOKEN>", "<seed:eos>", "[|endofturn|]"])
 def test_end_of_document_goes_by_many_names(tokenizer_json: Path, tmp_path: Path, name: str) -> None:
     path = tmp_path / "renamed.json"
     path.write_text(tokenizer_json.read_text().replace(END_OF_DOCUMENT, name))
@@ -71,7 +71,9 @@ def test_ids_may_have_gaps(tokenizer_json: Path, tmp_path: Path) -> None:
     content["added_tokens"].append(content["added_tokens"][0] | {"id": 999, "content": "<|late|>"})
     content["model"]["vocab"]["<|late|>"] = 999
     (tmp_path / "gap.json").write_text(json.dumps(content))
-    assert Tokenizer.load(tmp_path / "gap.json").vocab_size == 1000
+    found = Tokenizer.load(tmp_path / "gap.json")
+    assert found.vocab_size == 1000
+    assert found.least_vocab_size == Tokenizer.load(tokenizer_json).vocab_size  # no text becomes a special token
 
 
 def test_tokenizer_without_an_end_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:

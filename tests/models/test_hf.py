@@ -381,6 +381,10 @@ def test_a_tokenizer_of_another_model_is_refused(small, build, tokenizer_file, t
     config = small.model_copy(update={"vocab_size": 50})
     with pytest.raises(UserError, match=r"101 tokens and model.vocab_size = 50"):
         hf.export_folder(config, build(config).state_dict(), tmp_path / "out", tokenizer=tokenizer_file)
+    engine = Tokenizer.from_file(str(tokenizer_file))
+    engine.add_special_tokens(["<image>"])  # Gemma 3's is beyond the embedding of its model without pictures
+    engine.save(str(tmp_path / "wider.json"))
+    hf.export_folder(small, build(small).state_dict(), tmp_path / "wider", tokenizer=tmp_path / "wider.json", eod_id=0)
     with pytest.raises(UserError, match="no token 4000"):
         hf.export_folder(small, build(small).state_dict(), tmp_path / "out", tokenizer=tokenizer_file, eod_id=4000)
 
@@ -485,6 +489,10 @@ def test_a_head_stored_beside_the_embedding_it_is_tied_to_is_read_over(small, bu
     rewrite_config(tmp_path / "out", tie_word_embeddings=True)
     _, weights = hf.import_folder(tmp_path / "out")
     assert "head.weight" not in weights
+    stored = load_file(tmp_path / "out/model.safetensors")
+    del stored["model.embed_tokens.weight"]  # of two names of one tensor, safetensors.torch.save_model keeps the first
+    save_file(stored, tmp_path / "out/model.safetensors")
+    assert torch.equal(hf.import_folder(tmp_path / "out")[1]["embedding.weight"], stored["lm_head.weight"])
 
 
 def test_weights_in_integers_are_refused(exported):

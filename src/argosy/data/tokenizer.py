@@ -35,10 +35,15 @@ END_NAMES = (
     "</s>",
     "<eos>",
     "<|eos|>",
+    "<EOS_TOKEN>",
+    "<seed:eos>",
+    "[EOS]",
     "<|im_end|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "[|endofturn|]",
 )
 """Names of the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek, Llama 2 and
-Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
+Mistral, Gemma, Cohere, Seed, others; a chat model's end of turn only if there is nothing else."""
 
 CARD, BASE_CARD = "README.md", "README-base.md"
 """A model's card; and in a run's folder, the card that came with the weights that it started from."""
@@ -148,6 +153,16 @@ class Tokenizer:
         """One more than the largest id, so that special tokens and gaps between ids count."""
         return max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
 
+    @property
+    def end(self) -> str:
+        """The text of the token that ends a document."""
+        return self._engine.id_to_token(self.eod_id) or ""
+
+    @property
+    def least_vocab_size(self) -> int:
+        """The least vocabulary of a model: one more than the largest id that text becomes, or that is around it."""
+        return max(text_vocabulary(self._engine), self.eod_id + 1, *(begin + 1 for begin in self.begin_ids))
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with nothing added before or after."""
         return self._engine.encode(text, add_special_tokens=False).ids
@@ -191,6 +206,13 @@ class Tokenizer:
             f"tokenizer = {where}: no token ends a document (looked for {' '.join(END_NAMES)}). "
             f"Add {END_OF_DOCUMENT} to its added_tokens, or use another tokenizer."
         )
+
+
+def text_vocabulary(engine: HuggingFaceTokenizer) -> int:
+    """Return one more than the largest id that text becomes. No text becomes a special token, and some, as that of
+    Gemma 3's pictures, are beyond the embeddings of models that come with them."""
+    special = {number for number, token in engine.get_added_tokens_decoder().items() if token.special}
+    return max(set(engine.get_vocab(with_added_tokens=True).values()) - special, default=-1) + 1
 
 
 def train(sample: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:

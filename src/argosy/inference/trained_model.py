@@ -128,7 +128,7 @@ def run_of_folder(folder: str | Path) -> tuple[RunConfig, LazyWeights, bytes | N
 
 def check_vocabulary(tokenizer: bytes, vocab_size: int, folder: str | Path) -> None:
     """Raise UserError if a folder's tokenizer.json has tokens that its model has no embedding for."""
-    found = Tokenizer(tokenizer.decode(errors="replace"), f"{folder}/{TOKENIZER}").vocab_size
+    found = Tokenizer(tokenizer.decode(errors="replace"), f"{folder}/{TOKENIZER}").least_vocab_size
     if found > vocab_size:
         raise UserError(
             f"{folder}/{TOKENIZER} has {found} tokens, and vocab_size = {vocab_size} in {folder}/{HF_CONFIG}: it is "

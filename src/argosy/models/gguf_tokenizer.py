@@ -81,7 +81,8 @@ def _tokens(
     from gguf import TokenType
 
     by_id = {number: text for text, number in record["model"]["vocab"].items()}
-    added = {token["id"]: token for token in record.get("added_tokens", ())}
+    # What is beyond the embedding, and no text becomes, llama.cpp's own converter leaves out too.
+    added = {t["id"]: t for t in record.get("added_tokens", ()) if t["id"] < vocab_size or not t["special"]}
     by_id |= {number: token["content"] for number, token in added.items()}
     if by_id and max(by_id) >= vocab_size:
         raise UserError(

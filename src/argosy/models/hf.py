@@ -24,6 +24,7 @@ from torch import Tensor
 from argosy.config.model import ModelConfig
 from argosy.data.chat_template import TOKENIZER_CONFIG
 from argosy.data.stores.model_folder import ADAPTER_CONFIG, Destination, ModelFolder, model_folder, new_folder
+from argosy.data.tokenizer import text_vocabulary
 from argosy.errors import ArgosyWarning, UserError, some_of
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
@@ -204,11 +205,9 @@ def _tokenizer_files(file: Path, eod_id: int | None, config: ModelConfig) -> dic
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception, for a missing file too
         raise UserError(f"{file} cannot be read as a tokenizer: {error}. Give a tokenizer.json.") from None
-    if tokenizer.get_vocab_size() > config.vocab_size:
-        raise UserError(
-            f"{file} has {tokenizer.get_vocab_size()} tokens and model.vocab_size = {config.vocab_size}. "
-            f"Give the tokenizer that the model was trained with."
-        )
+    if (tokens := text_vocabulary(tokenizer)) > config.vocab_size:
+        sizes = f"{file} has {tokens} tokens and model.vocab_size = {config.vocab_size}"
+        raise UserError(f"{sizes}. Give the tokenizer that the model was trained with.")
     eod = None if eod_id is None else tokenizer.id_to_token(eod_id)
     if eod_id is not None and eod is None:
         raise UserError(f"{file} has no token {eod_id} to end documents with. Give the model's own tokenizer.")
@@ -281,10 +280,10 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     values = _config_of(folder)
     config = config_from_json(values, folder.where(HF_CONFIG))
     stored = dequantised(stored_in(folder), values.get(QUANTIZATION) or {})
-    # Old Llama folders store frequencies, which config.json gives too; some folders store a tied head twice.
+    # Old Llama folders store frequencies, which config.json gives too; some store a tied head twice, or it alone.
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
-    if config.tie_embeddings:
-        known.pop("lm_head.weight", None)
+    if config.tie_embeddings and (head := known.pop("lm_head.weight", None)) is not None:
+        known.setdefault("model.embed_tokens.weight", head)
     if skipped := family_of(config.family).skipped:
         known = {n: w for n, w in known.items() if not n.startswith(skipped)}
     config, known = _further_of(config, known, folder)
