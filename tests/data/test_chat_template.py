@@ -13,6 +13,7 @@ from argosy.data.chat_template import CHATML, REFUSED_BY_TEMPLATE, UNSHOWN_ANSWE
 from argosy.data.conversations import BadRecord, Conversation, conversations_of
 from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import ID_MASK, START_BIT, TRAINED
+from argosy.data.tokenizer import END_OF_DOCUMENT
 from argosy.errors import UserError
 
 MARK, UNMARK = "{% generation %}", "{% endgeneration %}"
@@ -149,6 +150,12 @@ def test_a_template_is_found_beside_the_tokenizer(tokenizer_json: Path, tmp_path
     (tmp_path / TOKENIZER).write_bytes(tokenizer_json.read_bytes())
     with pytest.raises(UserError, match=r"has no chat template.*Give `chat_template`: a jinja file, or chatml"):
         ChatTemplate.load(tmp_path)
+    (tmp_path / "own.jinja").write_text("{{ eos_token }}")
+    assert ChatTemplate.load(tmp_path, str(tmp_path / "own.jinja")).render(TALK) == END_OF_DOCUMENT
+    several = [{"name": "tool_use", "template": "{{ tools | length }}"}, {"name": "default", "template": "plain\n"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    found = ChatTemplate.load(tmp_path)
+    assert (found.render(TALK), found.render(TALK, [{}, {}])) == ("plain", "2")
     settings = {"chat_template": LLAMA_3, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert ChatTemplate.load(tmp_path).render(TALK).startswith("<s><|start_header_id|>system")

@@ -20,6 +20,7 @@ from argosy.config.data import DataStage
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.train import LoraConfig
+from argosy.data.chat_template import CHATML
 from argosy.errors import StorageError, UserError
 from argosy.inference.huggingface import export_checkpoint, hub_name, import_adapter, import_checkpoint
 from argosy.inference.loaded_model import generate
@@ -167,6 +168,27 @@ def test_rows_of_a_reward_model_are_filled_with_no_token_that_ends_a_conversatio
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (said["pad_token_id"], said["eos_token_id"]) == (pads and tokenizer.token_to_id(pads), eod_id)
+
+
+@pytest.mark.parametrize("said", [{"eos_token_id": 0, "top_k": 5}, None])
+def test_texts_end_with_an_answer_too_once_conversations_are_learned(said, tmp_path):
+    symbols = ["<|endoftext|>", "<|im_end|>", *pre_tokenizers.ByteLevel.alphabet()]
+    engine = Tokenizer(models.BPE(vocab={symbol: n for n, symbol in enumerate(symbols)}, merges=[]))
+    engine.add_special_tokens(symbols[:2])
+    engine.save(str(tmp_path / "tokenizer.json"))
+    model, usage = decoder(), {"chat_template.jinja": CHATML.encode(), "tokenizer_config.json": b"{}"}
+    hf.export_folder(model.config, model.state_dict(), tmp_path / "base", tokenizer=tmp_path / "tokenizer.json",
+                     eod_id=0, usage=usage)  # fmt: skip
+    (tmp_path / "base" / "generation_config.json").unlink()  # then config.json says it
+    if said:
+        (tmp_path / "base" / "generation_config.json").write_text(json.dumps(said))
+    import_checkpoint(tmp_path / "base", tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "same")
+    assert (tmp_path / "same" / "generation_config.json").is_file() == bool(said)
+    save_run(load(tmp_path / "run" / "run.toml", {"train.objective": "sft"}), tmp_path / "run" / "run.toml")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    now = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert now["eos_token_id"] == [0, 1] and now.get("top_k") == (said or {}).get("top_k")
 
 
 @pytest.fixture(scope="module")

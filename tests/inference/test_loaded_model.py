@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +189,11 @@ def test_a_hugging_face_folder_says_the_same_and_ends_where_it_says(model, train
     with load_model(tmp_path / "out") as theirs:
         found = next(theirs.complete([PROMPT], GREEDY))
         assert (found.tokens, found.finish) == (until_then, "stop")
+    (tmp_path / "out" / "generation_config.json").unlink()
+    said = json.loads((tmp_path / "out" / "config.json").read_text()) | {"eos_token_id": [last]}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(said))
+    with load_model(tmp_path / "out") as theirs:
+        assert next(theirs.complete([PROMPT], GREEDY)).tokens == until_then
     (tmp_path / "out" / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match=r"generation_config\.json: it is no JSON"):
         load_model(tmp_path / "out")

@@ -11,7 +11,7 @@ A template comes with a model from somewhere, so it runs in jinja2's sandbox, se
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from argosy.data.conversations import BadRecord, Conversation, Message
 from argosy.data.manifest import TEMPLATE, TOKENIZER
-from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, tokenizer_file
+from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import expanded, read_at_most
 
@@ -29,6 +29,8 @@ UNSHOWN_ANSWERS = "answers that the template does not show"
 REFUSED_BY_TEMPLATE = "conversation that the template refuses"
 BEGIN_ANSWER, END_ANSWER = "\ufdd0", "\ufdd1"
 """Marks of an answer in rendered text: two of Unicode's noncharacters, which no text has."""
+SOME_ANSWER = "\ufdd2"
+"""Stands for an answer where the template is asked how one ends: another noncharacter."""
 TODAY = date(2024, 7, 26)
 """The date that templates see, so that the same data come out on any day: the one that Llama 3.1's falls back to."""
 
@@ -87,6 +89,13 @@ class ChatTemplate:
     def render(self, messages: list[Message], tools: list[Any] | None = None, opens_answer: bool = False) -> str:
         """Return the text of messages; opens_answer: with the opening of an answer after it. Raises: BadRecord."""
         return self._text(messages, tools, opens_answer).replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
+
+    def turn_end(self, special: Collection[str]) -> str:
+        """Return the text that ends an answer; empty if nothing follows one. special: tokens. Raises: BadRecord."""
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SOME_ANSWER}]
+        tail = self.render(said).rpartition(SOME_ANSWER)[2].strip()
+        first = [token for token in special if tail.startswith(token)]
+        return max(first, key=len, default=tail.partition("\n")[0])
 
     def conversation(self, conversation: Conversation, needs_cuts: Callable[[str], bool]) -> RenderedConversation:
         """Return the text of a conversation and its answers. Raises: BadRecord if they are not found.
@@ -166,25 +175,34 @@ class ChatTemplate:
         settings = _json(beside / TOKENIZER_CONFIG)
         names = {**_json(beside / SPECIAL), **settings}
         special = {name: token for name, value in names.items() if name.endswith("_token") and (token := _token(value))}
+
+        def made(text: str, where: str) -> ChatTemplate:
+            if "eos_token" in text and "eos_token" not in special:  # of a tokenizer that was trained here
+                special["eos_token"] = Tokenizer.load(beside).end
+            return cls(text, special, where)
+
         if given in BUILT_IN:
-            return cls(BUILT_IN[given], special, given)
+            return made(BUILT_IN[given], given)
         path = expanded(given) if given else beside / TEMPLATE
         if given and not path.is_file():
             raise UserError(
                 f"{key} = {given}: there is no such file. Name a jinja file, or one of {', '.join(BUILT_IN)}."
             )
         if path.is_file():
-            return cls(_read(path), special, str(path))
+            return made(_read(path), str(path))
         text = settings.get("chat_template")
         if isinstance(text, list):  # several, by name
             named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
-            text = named.get("default")
+            text, of_tools = named.get("default"), named.get("tool_use")
+            if isinstance(text, str) and isinstance(of_tools, str):  # transformers takes it where there are tools
+                of_tools, text = of_tools.removesuffix("\n"), text.removesuffix("\n")  # as jinja2 does
+                text = f"{{% if tools %}}{of_tools}{{% else %}}{text}{{% endif %}}"
         if not isinstance(text, str):
             raise UserError(
                 f"{folder}: it has no chat template ({TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}, beside "
                 f"{TOKENIZER}). Give {key}: a jinja file, or {' or '.join(BUILT_IN)}."
             )
-        return cls(text, special, str(beside / TOKENIZER_CONFIG))
+        return made(text, str(beside / TOKENIZER_CONFIG))
 
 
 def _marked(text: str) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ from argosy.data.stores.store import is_url, spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import UserError
 from argosy.files import read_at_most, whole_folder
-from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
+from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder, with_end_of_turn
 from argosy.models import hf, peft_adapter
 from argosy.models.gguf_file import export_gguf
 from argosy.models.lazy_weights import HeldWeights, LazyWeights
@@ -95,7 +95,7 @@ def export_checkpoint(
             tokenizer=tokenizer,
             eod_id=eod_id,
             pad_id=_padding(found) if found.run.model.score and tokenizer is not None else None,
-            usage=usage | cards,
+            usage={**with_end_of_turn(found, usage), **cards},
             compression=None if format == "safetensors" else WEIGHT_COMPRESSIONS[format],
         )
 

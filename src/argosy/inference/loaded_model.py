@@ -17,7 +17,7 @@ from argosy.data.chat_template import ChatTemplate
 from argosy.data.conversations import BadRecord, Message, messages_of
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.store import is_url
-from argosy.data.tokenizer import usage_of
+from argosy.data.tokenizer import tokenizer_of, usage_of
 from argosy.errors import UserError
 from argosy.inference.members import InProcesses, open_together
 from argosy.inference.plans import plan_named, run_of_rows
@@ -176,8 +176,6 @@ def generate(
 
 TEMPLATE_OPTION = "--template"
 """The option that gives a template."""
-ANSWER = "\ufdd2"
-"""Stands for an answer where the template is asked how one ends: a noncharacter of Unicode, which no text has."""
 
 
 class ChatModel:
@@ -191,8 +189,11 @@ class ChatModel:
         self.model = model
         self.template = _template_of(model, template)
         self._special = model.tokenizer.special_tokens
-        self.turn_end = self._turn_end()
-        """The text that ends an answer; empty if the template puts nothing after one."""
+        try:
+            #: The text that ends an answer; empty if the template puts nothing after one.
+            self.turn_end = self.template.turn_end(self._special)
+        except BadRecord as problem:
+            raise UserError(f"{model.home}: its chat template refuses a conversation: {problem.detail}") from None
         self._stop: tuple[str, ...] = (self.turn_end,) if self.turn_end else ()
         tokens = model.tokenizer.encode_template(self.turn_end)
         if len(tokens) == 1 and tokens[0] in self._special.values():  # decoded text does not show it
@@ -217,16 +218,6 @@ class ChatModel:
         """Yield the answers to prompts of `prompt_of` as they are written; see `LoadedModel.stream`."""
         return self.model.stream(prompts, replace(sampling, stop=(*sampling.stop, *self._stop)), are_answers=True)
 
-    def _turn_end(self) -> str:
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
-        try:
-            after = self.template.render(said).rpartition(ANSWER)[2]
-        except BadRecord as problem:
-            raise UserError(f"{self.model.home}: its chat template refuses a conversation: {problem.detail}") from None
-        tail = after.strip()
-        first = [token for token in self._special if tail.startswith(token)]
-        return max(first, key=len, default=tail.partition("\n")[0])
-
 
 def _template_of(model: LoadedModel, given: str) -> ChatTemplate:
     if not is_url(model.home):
@@ -234,5 +225,5 @@ def _template_of(model: LoadedModel, given: str) -> ChatTemplate:
     with TemporaryDirectory() as scratch:
         for name, data in usage_of(model.home).items():
             (Path(scratch) / name).write_bytes(data)
-        (Path(scratch) / TOKENIZER).touch()
+        (Path(scratch) / TOKENIZER).write_bytes(tokenizer_of(model.home) or b"")
         return ChatTemplate.load(Path(scratch), given, TEMPLATE_OPTION)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ from argosy.checkpoint.store import Checkpoint
 from argosy.config.data import DataConfig
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.data.chat_template import ChatTemplate
+from argosy.data.conversations import BadRecord
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.stores.store import spelled
@@ -171,12 +174,39 @@ def default_device() -> torch.device:
 
 
 def ends_of_text(model: SomeModel) -> frozenset[int]:
-    """Return the tokens that end a text: the end of a document, and what the model's generation_config.json names."""
+    """Return the tokens that end a text: the end of a document, and what the model's generation_config.json names; as
+    in transformers, without that file its config.json."""
+    return frozenset([model.tokenizer.eod_id, *_named_ends(model, usage_of(model.home))[1]])
+
+
+def with_end_of_turn(model: TrainedModel, usage: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """Return the usage of an exported model: if it learned conversations, generation_config.json names the token that
+    ends an answer too, at which others stop only then."""
+    if model.run.train.objective in ("pretrain", "reward"):
+        return usage
+    special = model.tokenizer.special_tokens
     try:
-        said = json.loads(usage_of(model.home).get(GENERATION_CONFIG, b"{}"))
+        end = ChatTemplate.load(model.run_dir).turn_end(special)
+    except (UserError, BadRecord):
+        return usage
+    said, ends = _named_ends(model, usage)
+    ends = ends or [model.tokenizer.eod_id]
+    if end not in special or special[end] in ends:
+        return usage
+    said |= {"eos_token_id": [*ends, special[end]]}
+    return {**usage, GENERATION_CONFIG: f"{json.dumps(said, indent=2)}\n".encode()}
+
+
+def _named_ends(model: SomeModel, usage: Mapping[str, bytes]) -> tuple[dict[str, Any], list[int]]:
+    """Return how texts are generated, as the files of `usage` have it, and which tokens end them."""
+    name = GENERATION_CONFIG if GENERATION_CONFIG in usage else HF_CONFIG
+    try:
+        said = json.loads(usage.get(name, b"{}"))
     except ValueError:
-        raise UserError(f"{model.home}/{GENERATION_CONFIG}: it is no JSON. Restore the file, or remove it.") from None
-    ends = said.get("eos_token_id") if isinstance(said, dict) else None
+        raise UserError(f"{model.home}/{name}: it is no JSON. Restore the file, or remove it.") from None
+    said = said if isinstance(said, dict) else {}
+    if name == HF_CONFIG:
+        said = {key: said.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ends, vocabulary = said.get("eos_token_id"), range(model.run.model.vocab_size)
     named = ends if isinstance(ends, list) else [ends]
-    vocabulary = range(model.run.model.vocab_size)
-    return frozenset([model.tokenizer.eod_id, *(t for t in named if type(t) is int and t in vocabulary)])
+    return said, [token for token in named if type(token) is int and token in vocabulary]
