@@ -152,6 +152,7 @@ def small(**settings: Any) -> tuple[ModelConfig, LazyWeights]:
         ({"family": "llama", "qk_norm": True}, "model.qk_norm = True: llama.cpp's architecture for llama"),
         ({"family": "mistral", "attention": {"layers": ["sliding"], "window": 16}}, "model.attention.layers"),
         ({"family": "olmo2", "tie_embeddings": True, "qk_norm": True}, "model.attention.norm_over = head"),
+        ({"family": "qwen2", "qkv_bias": True, "rope_scaling": {"kind": "llama3"}}, "rope_scaling.kind = llama3"),
         ({"family": "llama", "rope_scaling": {"kind": "yarn", "factor": 4, "beta_fast": 8}}, "rope_scaling = yarn"),
     ],
 )

@@ -138,6 +138,9 @@ ARCHITECTURES = {
     ),
 }
 """Our family -> llama.cpp's architecture. Each is held against llama.cpp's own logits by a test."""
+DIVIDED = ("llama", "mistral", "mixtral", "granite")
+"""Families whose architecture reads divisors of frequencies, by which Llama 3.1's stretching is written; others refuse
+the file."""
 
 
 def export_gguf(
@@ -343,8 +346,8 @@ def _check_numbers(config: ModelConfig) -> None:
     usual = (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32.0, 1.0, True)
     if scaling.kind == "yarn" and not (usual and scaling.attention_factor in (0, 0.1 * math.log(scaling.factor) + 1)):
         _refuse(config, "rope_scaling", "yarn with other constants", "stretches by the paper's")
-    if scaling.kind in ("longrope", "proportional"):
-        _refuse(config, "rope_scaling.kind", scaling.kind, "is written with none, linear, llama3 and yarn alone")
+    if scaling.kind in ("longrope", "proportional") or (scaling.kind == "llama3" and config.family not in DIVIDED):
+        _refuse(config, "rope_scaling.kind", scaling.kind, "is written with none, linear and yarn, some with llama3")
 
 
 def _check_near(config: ModelConfig, key: str, value: float, implied: float) -> None:
