@@ -92,6 +92,12 @@ def test_keys_that_published_models_have_beside_are_taken(family: str, said: dic
             import_config(write(tmp_path, plain | said | {key: value}))
 
 
+def test_heads_that_are_null_follow_from_the_others(tmp_path: Path) -> None:
+    plain = {k: v for k, v in LLAMA.items() if k not in ("architectures", "layer_types")} | {"model_type": "seed_oss"}
+    found = import_config(write(tmp_path, plain | {"num_key_value_heads": None, "head_dim": None}))
+    assert (found.kv_heads, found.head_width) == (4, 16)
+
+
 def test_an_alpha_of_hunyuan_stretches_the_base(tmp_path: Path) -> None:
     plain = {k: v for k, v in LLAMA.items() if k not in ("architectures", "layer_types")}
     scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}

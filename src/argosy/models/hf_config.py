@@ -213,6 +213,9 @@ def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig
     _check_kinds(values, _sizes_of({key: ours for ours, key in theirs.items()}), file)
     written = {known.aliases.get(key, key): value for key, value in values.items() if value is not None}
     given = CONFIG_DEFAULTS | known.defaults | written
+    for key in ("num_key_value_heads", "head_dim"):  # null: what follows from the others, not the class's default
+        if values.get(key, 0) is None:
+            given.pop(key, None)
     if "rope_parameters" in written:
         given["rope_scaling"] = written.get("rope_scaling")
     _refuse_what_differs(values, given, known, file)
