@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import RunJob
-from argosy.engines.jobset import ClusterPlace, access, belongings, in_yaml, jobset
+from argosy.engines.jobset import ClusterPlace, access, belongings, in_yaml, jobset, lease_of
 from argosy.engines.kubernetes import Kubernetes
 from argosy.errors import UserError
 from published_models import check
@@ -91,7 +92,16 @@ def test_nodes_beyond_those_of_the_run_are_spares_and_each_pod_has_its_own_name(
     words = pod_of(request(run=run, nodes=3))["containers"][0]["command"]
     assert words[words.index("--launch.nodes") + 1] == "2"
     assert words[words.index("--launch.node") + 1] == "node-$(NODE)"
-    assert words[words.index("--launch.lease") + 1] == "kubernetes://training/argosy-mine"
+    assert words[words.index("--launch.lease") + 1].startswith("kubernetes://training/argosy-mine-")
+
+
+def test_runs_of_one_name_in_other_folders_have_leases_of_their_own():
+    def lease(folder: str, claim: str = "shared") -> str:
+        return lease_of(request(nodes=2), replace(PLACE, claim=claim, run_dir=PurePosixPath(folder)))
+
+    assert len({lease("/data/ann/runs/mine"), lease("/data/bob/runs/mine"), lease("/data/ann/runs/mine", "other")}) == 3
+    again = replace(PLACE, name="mine-9f9f9")  # the next launch of the same run
+    assert lease_of(request(nodes=2), again) == lease_of(request(nodes=2), PLACE)
 
 
 def test_a_lease_that_is_given_is_kept_and_needs_no_service_account():

@@ -7,6 +7,7 @@ for the exit codes of pods, stands in the runtime there and not in the TrainJob.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -70,11 +71,15 @@ def access(place: ClusterPlace) -> list[Object]:
 
 
 def lease_of(job: RunJob, place: ClusterPlace) -> str:
-    """Return the run's lease; empty if it has one node, or launch.coordinator."""
+    """Return the run's lease; empty if it has one node, or launch.coordinator.
+
+    Runs of one name in other folders, and those whose long names begin alike, have others.
+    """
     launch = job.run.launch
     if launch.lease or launch.coordinator or job.nodes == 1:
         return launch.lease
-    return f"kubernetes://{place.namespace}/argosy-{place.name.rpartition('-')[0]}"
+    own = hashlib.sha256(f"{place.claim} {place.run_dir}".encode()).hexdigest()[:8]
+    return f"kubernetes://{place.namespace}/argosy-{place.name.rpartition('-')[0]}-{own}"
 
 
 def needs_access(lease: str) -> bool:
