@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,25 @@ def test_the_runs_folder_is_in_the_volume(volume: str, run_dir: str, there: str)
     words = container["command"]
     assert words[words.index("--run-dir") + 1] == there
     assert there.startswith(container["volumeMounts"][0]["mountPath"])
+
+
+@pytest.mark.parametrize(
+    ("path", "there"),
+    [
+        ("/shared/data/web", "/data/data/web"),
+        ("/else/configs/web", "/data/web"),  # a relative path of the run file, which is not in the folder
+        ("/data/web", "/data/web"),
+        ("/opt/web", "/opt/web"),  # in the image
+        ("s3://bucket/web", "s3://bucket/web"),
+    ],
+)
+def test_paths_of_the_run_file_are_in_the_volume_too(path: str, there: str) -> None:
+    given = {"data": {"sources": {path: 1.0}, "stages": [{"from_step": 5, "sources": {path: 1.0}}]}}
+    run = RunConfig.model_validate(given).with_keys(model={"weights": path if ":" in path else Path(path)})
+    made = objects(replace(job(), run=run, words=("/else/configs/run.toml",)))["ConfigMap"]["data"]["run.toml"]
+    found = tomllib.loads(made)
+    assert list(found["data"]["sources"]) == list(found["data"]["stages"][0]["sources"]) == [there]
+    assert found["model"]["weights"] == there
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -20,6 +20,7 @@ import yaml
 from argosy.config.dump import dump
 from argosy.config.launch import LeaseUrl
 from argosy.config.load import RUN_FILE
+from argosy.config.section import Section
 from argosy.engines.engine import STOP_SPARE_S, RunJob
 from argosy.errors import DataError, Poisoned, RunFailed, StorageError, UserError
 from argosy.processes.secret import SECRET_VARIABLE
@@ -97,8 +98,29 @@ def belongings(job: RunJob, place: ClusterPlace, secret: str, owner: str) -> lis
     file_manifest = _manifest("v1", "ConfigMap", place.name, place, **owned)
     return [
         {**secret_manifest, "type": "Opaque", "immutable": True, "stringData": {"secret": secret}},
-        {**file_manifest, "immutable": True, "data": {RUN_FILE: dump(job.run)}},
+        {**file_manifest, "immutable": True, "data": {RUN_FILE: dump(_in_volume(job.run, job, place))}},
     ]
+
+
+def _in_volume(value: Any, job: RunJob, place: ClusterPlace) -> Any:
+    """Return a value of the run, all tables and lists included, with the paths in the folder of the command, or of the
+    run file, as the pods have them: in the volume."""
+
+    def moved(inner: Any) -> Any:
+        return _in_volume(inner, job, place)
+
+    match value:
+        case Section():
+            return value.model_copy(update={name: moved(getattr(value, name)) for name in type(value).model_fields})
+        case Mapping():
+            return {moved(name): moved(inner) for name, inner in value.items()}
+        case tuple():
+            return tuple(map(moved, value))
+        case str() | Path() if Path(value).is_absolute() and not Path(value).is_relative_to(place.mount):
+            for folder in (job.work_dir, (job.work_dir / (job.words or (RUN_FILE,))[0]).parent):
+                if Path(value).is_relative_to(folder):
+                    return type(value)(place.mount / Path(value).relative_to(folder))
+    return value
 
 
 def jobset(job: RunJob, place: ClusterPlace) -> Object:
