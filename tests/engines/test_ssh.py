@@ -16,6 +16,7 @@ from argosy.engines.engine import RunJob
 from argosy.engines.login import Login, LoginJob
 from argosy.engines.record import LaunchedJob
 from argosy.engines.ssh import Ssh, command, environment_of
+from argosy.errors import UserError
 from ports import free_port
 from run_folders import Made
 
@@ -51,6 +52,17 @@ def test_what_becomes_of_a_run_behind_a_login_is_what_argosy_says_there(tmp_path
     Made(steps=3).write(tmp_path / "runs/a")
     state, why = Login().state(job)
     assert (state, why.split()[0], Login().step(job)) == ("ended", "finished", 3)
+
+
+def test_an_agent_that_ends_at_once_is_not_taken_for_a_launched_one(tmp_path, monkeypatch):
+    (tmp_path / "ssh").write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')  # to this machine
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.9 4711 10.0.0.1 22")
+    job = RunJob(run=RunConfig(), run_dir=tmp_path / "a", words=("run.toml",), work_dir=tmp_path, hosts="h1")
+    (job.folder / "h1.out").mkdir(parents=True)  # no file to write to, as in a folder of another user's
+    with pytest.raises(UserError, match=r"could not be started on h1 \(.*h1\.out: Is a directory"):
+        Ssh().start(job)
 
 
 def test_a_host_is_never_an_option():

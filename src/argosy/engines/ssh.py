@@ -54,7 +54,9 @@ cd {work_dir} || exit 2
 {exports}
 nohup setsid {command} >> {log} 2>&1 < /dev/null &
 sleep 0.2
-printf 'argosy:agent=%s@%s\\n' $! "$(sed 's/.*) //' /proc/$!/stat | cut -d' ' -f20)"
+started=$(sed 's/.*) //' /proc/$!/stat 2>/dev/null | cut -d' ' -f20)
+[ -n "$started" ] || {{ echo "it ended at once: $(tail -n 1 {log} 2>&1)" >&2; exit 1; }}
+printf 'argosy:agent=%s@%s\\n' $! "$started"
 """
 IS_THERE = """\
 set -- $(sed 's/.*) //' /proc/{pid}/stat 2>/dev/null)
