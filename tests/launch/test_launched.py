@@ -17,6 +17,7 @@ from argosy.engines.record import JobState, LaunchedJob
 from argosy.engines.table import ENGINES
 from argosy.errors import UserError
 from argosy.launch.launched import launch, launch_sites, launched_in, printed
+from argosy.launch.requeue import IDLE_JOBS_FILE
 from argosy.launch.sites import jobs_of
 
 
@@ -94,7 +95,10 @@ def test_a_run_that_is_under_way_is_not_launched_again(tmp_path):
     with pytest.raises(UserError, match=r"its job a on memory is running. `argosy stop .*runs/a` stops it"):
         launch(request_in(tmp_path, "a"), "memory")
     Memory().stop(job)
+    idle = tmp_path / "runs/a/launch" / IDLE_JOBS_FILE
+    idle.write_text('{"step": -1, "idle": 3}')
     launch(request_in(tmp_path, "a"), "memory")
+    assert not idle.exists(), "jobs of the launch before that made no step do not count"
 
 
 def test_a_run_whose_engine_gives_no_answer_is_not_launched_again(tmp_path):

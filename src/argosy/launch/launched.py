@@ -13,6 +13,7 @@ from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_k
 from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
 from argosy.files import made_folder, make_folder
+from argosy.launch.requeue import IDLE_JOBS_FILE
 from argosy.launch.run_folder import check_is_run_folder
 from argosy.launch.sites import are_there, jobs_of, printed_by
 from argosy.processes.secret import (
@@ -52,6 +53,7 @@ def launch(request: RunJob, engine: str) -> LaunchedJob:
     _check(request, on)
     secret = _own_secret(home_of(request.run_dir))
     with made_folder(request.folder):
+        (request.folder / IDLE_JOBS_FILE).unlink(missing_ok=True)  # whoever launches it again has mended the cause
         job = on.start(request)
         job = job.model_copy(update={"secret": secret})
         job.save(request.run_dir)

@@ -22,6 +22,8 @@ from argosy.watch.reader import RunReader, is_run
 
 AGENT_RESTARTS = RestartPolicy(most_failures=3, pause_s=2.0)
 """The restarts of a batch job and of a node's agent; progress is a step more than before."""
+IDLE_JOBS_FILE = "progress.json"
+"""The file in the folder for launches with the number of jobs in a row, of one launch, that have made no step."""
 KILLED = 137
 """Exit code of a command that SIGKILL has ended."""
 
@@ -62,7 +64,7 @@ def last_step(run_dir: Path) -> int:
 
 def _idle_jobs(run_dir: Path) -> int:
     """Return how many jobs in a row, this one included, have made no step. Of one, several processes may ask this."""
-    path, step = run_dir / LAUNCH_FOLDER / "progress.json", last_step(run_dir)
+    path, step = run_dir / LAUNCH_FOLDER / IDLE_JOBS_FILE, last_step(run_dir)
     before = json.loads(path.read_text()) if path.exists() else {"step": -1, "idle": 0}
     job = " ".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")).strip()
     if job and before.get("job") == job:
