@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from argosy.launch.joined import _settle, read_heartbeats
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.launch.joined import _settle, read_heartbeats, train_joined
 from argosy.observe.heartbeat import UNREAD
 from argosy.parallel.world import World
 from argosy.supervise import scratch
@@ -47,3 +49,11 @@ def test_a_run_that_goes_on_has_no_report_of_an_earlier_end(corpus: Path, tmp_pa
             _settle(run_config(corpus), tmp_path, World(), False, held)
         assert not (tmp_path / "report.json").exists()
         (tmp_path / "report.json").write_text('{"status": "stopped"}')
+
+
+def test_a_parameter_server_is_not_one_of_torchrun_s_processes(tmp_path: Path):
+    sites = [{"name": "oslo"}, {"name": "lyon"}]
+    run = RunConfig.model_validate({"plan": "auto,sync=async", "site": "server-1", "sites": sites})
+    with pytest.raises(UserError, match=r"server-1.* is a parameter server, which is one process"):
+        train_joined(run, tmp_path / "run", accept_changes=False)
+    assert not (tmp_path / "run").exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 from argosy.checkpoint import fence
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import ArgosyError
+from argosy.errors import ArgosyError, UserError
 from argosy.extend.loading import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
@@ -35,6 +35,7 @@ from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
 from argosy.supervise.scratch import scratch_folder
 from argosy.supervise.worker import work
+from argosy.sync.layout import is_server
 from argosy.sync.process import exchange_of
 from argosy.training.stop import StopSignal
 from argosy.watch.status import ending_in_words
@@ -105,6 +106,8 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
 
     Raises: UserError, RunFailed, the same on every process.
     """
+    if is_server(run):
+        raise UserError(f'site = "{run.site}" is a parameter server, which is one process. Start it without torchrun.')
     is_first = os.environ["RANK"] == "0"
     run_dir = (run_dir or Path("runs") / run.name).absolute()
     run_folder.check_parts(run_dir, run)
