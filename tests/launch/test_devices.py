@@ -18,11 +18,12 @@ from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.config.sync import SiteConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.launch.devices import ask, check_compiler, devices_of_run, find_devices
+from argosy.plan.hardware.local_machine import cores_here
 from argosy.plan.plan import Plan
 from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
 
-CORES = len(os.sched_getaffinity(0))
+CORES = cores_here()
 
 
 def test_a_cpu_has_one_process_unless_the_user_says_otherwise():

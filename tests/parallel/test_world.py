@@ -27,6 +27,7 @@ from argosy.parallel.world import (
     tcp_sockets,
     threads_per_process,
 )
+from argosy.plan.hardware.local_machine import cores_here
 from workers import next_world
 
 TURNS = 8
@@ -223,7 +224,7 @@ def test_processes_that_are_at_different_places_find_it_out(workers):
 
 
 def test_threads_are_what_the_user_says_or_an_equal_share_of_the_cores():
-    cores = len(os.sched_getaffinity(0))
+    cores = cores_here()
     assert threads_per_process(LaunchConfig(threads=3), 100) == 3
     assert threads_per_process(LaunchConfig(), 1) == cores
     assert threads_per_process(LaunchConfig(), 10 * cores) == 1

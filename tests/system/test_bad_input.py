@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from argosy.models import hf
+from argosy.plan.hardware.local_machine import cores_here
 from commands import Folder
 from tiny import decoder
 
@@ -212,7 +212,7 @@ def test_a_port_in_use_is_named(folder: Folder, refused: Refused) -> None:
 
 @pytest.mark.slow
 def test_more_processes_than_cores_is_a_warning(folder: Folder) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = cores_here()
     edited(folder.write_run(steps=2), "dp_replicate=2,microbatch=2", f"dp_replicate={cores + 1},microbatch=1")
     text = folder.argosy("train", "run.toml", "--launch.processes", cores + 1, "--train.global_batch", cores + 1)
     assert f"launch.processes = {cores + 1}" in text

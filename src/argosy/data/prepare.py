@@ -39,6 +39,7 @@ from argosy.engines.table import engine_for_programs
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.extend.loading import approve, environment
 from argosy.files import MadeFolder, atomic_write, made_folder
+from argosy.plan.hardware.local_machine import cores_here
 
 TRAINING_CHARS = 10_000_000
 """Characters that a tokenizer is trained on. That takes seconds; below 100,000 tokens, more changes little."""
@@ -262,12 +263,12 @@ def _workers_wanted(config: PrepareConfig, machines: LaunchOptions) -> int:
             f"processes = 0: with --on {machines.on}, say how many workers to start, e.g. --processes 16. Each takes a "
             "core, and as many as the cluster has room for run at once."
         )
-    return config.processes or len(os.sched_getaffinity(0))
+    return config.processes or cores_here()
 
 
 def _worker_job(folder: WorkFolder, machines: LaunchOptions, workers: int, name: str) -> ProgramJob:
     cpus = machines.cpus_per_node or 1
-    threads = max(1, len(os.sched_getaffinity(0)) // workers if machines.on == "local" else cpus)
+    threads = max(1, cores_here() // workers if machines.on == "local" else cpus)
     asked = {**machines.for_engine(), "cpus_per_node": cpus}
     return ProgramJob(
         title="argosy-prepare",
@@ -348,9 +349,8 @@ def _load_prepared(out: Path, options: dict[str, Any], extend: ExtendConfig) -> 
     manifest = Manifest.load(out)
     there = manifest.options
     changed = [key for key, value in options.items() if there.get(key) != value]
-    changed = [
-        key for key in changed if key != BEGIN_OPTION or key in there
-    ]  # nothing was put before documents earlier
+    # Nothing was put before documents earlier.
+    changed = [key for key in changed if key != BEGIN_OPTION or key in there]
     if "own_sources" in changed and there.get("extend") == extend.checksums:  # as it was noted before
         changed.remove("own_sources")
     if changed:

@@ -30,6 +30,7 @@ from argosy.inference.trained_model import SomeModel, default_device, open_model
 from argosy.launch.local_world import LocalWorld, failure_told
 from argosy.parallel.encoding import decode, encode, from_text, to_text
 from argosy.parallel.world import World, join_world, leave_world
+from argosy.plan.hardware.local_machine import cores_here
 from argosy.plan.plan import Plan
 from argosy.processes.child import Channel, ChannelClosed, ForkEntry, Message, channel_to_parent
 
@@ -51,7 +52,7 @@ class LoadRequest:
 
 def check_devices(plan: Plan) -> None:
     """Raise UserError if this machine has too few devices for `plan`; warn if processes share cores."""
-    size, devices, cores = plan.world_size, count_here(), len(os.sched_getaffinity(0))
+    size, devices, cores = plan.world_size, count_here(), cores_here()
     if devices and size > devices:
         raise UserError(
             f'plan = "{plan}" is for {size} devices, and this machine has {devices} ({type_here()}). Name a plan for '

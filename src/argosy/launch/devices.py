@@ -13,7 +13,7 @@ from argosy.config.launch import DeviceType, LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.observe.terminal import print_message
-from argosy.plan.hardware.local_machine import host_memory_bytes
+from argosy.plan.hardware.local_machine import cores_here, host_memory_bytes
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, processes_of
 from argosy.processes.child import ChannelClosed, ForkEntry, channel_to_parent
@@ -76,7 +76,7 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
             compute_capability=major + minor / 10 or None,
         )
     count = processes or launch.processes or planned or 1
-    cores = len(os.sched_getaffinity(0))
+    cores = cores_here()
     if not processes and count > cores:
         warnings.warn(
             f"{_wanted(launch, planned)} on {cores} cores: they will wait for each other.",

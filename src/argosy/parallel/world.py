@@ -35,6 +35,7 @@ from argosy.accelerator import CPU, NCCL, backend_of, is_accelerator, nccl_part,
 from argosy.config.launch import LaunchConfig
 from argosy.faults import fault
 from argosy.parallel.encoding import ErrorRecord, checked_length, decode, encode
+from argosy.plan.hardware.local_machine import cores_here
 from argosy.processes.child import ChannelClosed, channel_to_parent
 from argosy.processes.connection import BACKLOG
 from argosy.processes.fork_server import STORE_HOST
@@ -421,7 +422,7 @@ def node_of_each_rank(world: World) -> list[int]:
 
 def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:
     """Return the CPU threads for each process of this machine: what the user says, or an equal share of the cores."""
-    return launch.threads or max(1, len(os.sched_getaffinity(0)) // local_processes)
+    return launch.threads or max(1, cores_here() // local_processes)
 
 
 def hold_store() -> None:

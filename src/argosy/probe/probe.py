@@ -27,7 +27,7 @@ from argosy.parallel.encoding import decode, encode
 from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, NodeGroup
 from argosy.plan.hardware.devices import Device, Efficiencies, PeakFlops, find_device
-from argosy.plan.hardware.local_machine import device_named, host_memory_bytes
+from argosy.plan.hardware.local_machine import cores_here, device_named, host_memory_bytes
 from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation, four_digits
 from argosy.plan.search.auto import Devices
 from argosy.probe.collectives import PROBED_MESSAGE_BYTES, measure_collectives
@@ -250,7 +250,7 @@ def find_probed(launch: LaunchConfig) -> Devices:
     found = find_devices(launch)
     if found.kind != "cpu" or launch.processes:
         return found
-    return replace(found, count=min(len(os.sched_getaffinity(0)), MOST_CPU_PROCESSES))
+    return replace(found, count=min(cores_here(), MOST_CPU_PROCESSES))
 
 
 def probe_here(asked: ProbeRequest, processes: int) -> Cluster:

@@ -31,7 +31,7 @@ from argosy.files import text_at_end
 from argosy.launch.resolve import with_known_sizes
 from argosy.observe.events import from_the_end
 from argosy.plan.cost.prediction import predict
-from argosy.plan.hardware.local_machine import DetectedHardware, host_memory_bytes, machine_at_hand
+from argosy.plan.hardware.local_machine import DetectedHardware, cores_here, host_memory_bytes, machine_at_hand
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.sweep.config import Parallel, SweepConfig
 from argosy.watch.metrics_table import OF_EVALUATIONS
@@ -72,7 +72,7 @@ def limits_of(parallel: Parallel) -> Limits:
     there = gpus_here()
     return Limits(
         trials=parallel.trials,
-        cores=parallel.cores or len(os.sched_getaffinity(0)),
+        cores=parallel.cores or cores_here(),
         memory_bytes=parallel.memory_gb * 1e9 or SHARE_OF_MEMORY * host_memory_bytes(),
         gpus=there if parallel.gpus is None else there[: parallel.gpus],
     )

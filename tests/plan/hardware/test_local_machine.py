@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from argosy.plan.hardware.local_machine import (
     DetectedHardware,
     MemoryReading,
     cluster_of,
+    cores_here,
     device_named,
     host_memory_bytes,
     machine_at_hand,
@@ -174,6 +176,25 @@ def test_a_group_of_version_1_is_read_too(tmp_path):
     reading = read_memory(proc(tmp_path, "4:memory:/job\n1:cpu:/\n"), tmp_path / "cgroup")
     assert reading == MemoryReading(400000, 1000000, 4, 2)
     assert host_memory_bytes(tmp_path / "proc", tmp_path / "cgroup") == 1000000
+
+
+@pytest.mark.parametrize(
+    ("group", "quota", "cores"),
+    [
+        ("0::/job/inner", {"job/cpu.max": "250000 100000\n", "job/inner/cpu.max": "max 100000\n"}, 2),
+        ("0::/job", {"job/cpu.max": "50000 100000\n"}, 1),
+        ("0::/job", {"job/cpu.max": "900000 100000\n"}, 4),
+        ("1:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "300000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 3),
+        ("1:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 4),
+    ],
+)
+def test_a_quota_of_cpus_counts_as_so_many_cores(tmp_path, monkeypatch, group, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    for path, text in quota.items():
+        file = tmp_path / "cgroup" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert cores_here(proc(tmp_path, f"{group}\n"), tmp_path / "cgroup") == cores
 
 
 def test_this_machine_can_be_read():

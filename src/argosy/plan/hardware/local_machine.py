@@ -6,6 +6,7 @@ This process may use as much memory as the machine, the control groups it is in 
 from __future__ import annotations
 
 import math
+import os
 import re
 import resource
 import socket
@@ -223,6 +224,24 @@ def host_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> float:
     return float(min(limit for _, limit in _left(proc, cgroup)))
 
 
+def cores_here(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Return how many CPUs this process may keep busy: those that it may run on, or fewer by its control group's quota.
+
+    More threads would be stopped together for a part of each period (a container with a limit on CPUs).
+    """
+    quotas = (_quota(folder) for folder in _groups(proc, cgroup, "cpu"))
+    return max(1, int(min((len(os.sched_getaffinity(0)), *(quota for quota in quotas if quota)))))
+
+
+def _quota(folder: Path) -> float:
+    """Return the CPUs that a control group may use; 0 if it has no limit."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        quota, period = (str(_number(folder / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else 0.0
+
+
 def process_memory_bytes() -> float:
     """Return the most memory that one process of this user may have (`ulimit -v`, `-d`)."""
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
@@ -241,17 +260,17 @@ def _left(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
             yield max(0, limit - used + reclaimable), limit
 
 
-def _groups(proc: Path, root: Path) -> Iterator[Path]:
-    """Yield the control groups of this process that may limit its memory, and those above them."""
+def _groups(proc: Path, root: Path, controller: str = "memory") -> Iterator[Path]:
+    """Yield the control groups of this process that may limit what it has of one kind, and those above them."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        folder = root / ("memory" if controllers else "") / path.lstrip("/")
+        folder = root / (controller if controllers else "") / path.lstrip("/")
         # In a container the path is that of the host, and the root is the group itself.
         yield from (f for f in (folder, *folder.parents) if f.is_relative_to(root) and f.is_dir())
 
