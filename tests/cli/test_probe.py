@@ -32,6 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--minutes 0", "--minutes must be above 0 and --processes at least 0. Try --minutes 5."),
         ("--processes -1", "--minutes must be above 0 and --processes at least 0. Try --minutes 5."),
         ("--out none/cluster.toml", "--out none/cluster.toml: there is no folder {here}/none."),
+        ("--out .", "--out .: no file can be written there. Name one, such as ./cluster.toml."),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_a_remedy(words, message, here, capsys):

@@ -130,6 +130,8 @@ def _check(options: Options) -> None:
         raise UserError("--minutes must be above 0 and --processes at least 0. Try --minutes 5.")
     if not options.out.absolute().parent.is_dir():
         raise UserError(f"--out {options.out}: there is no folder {options.out.absolute().parent}.")
+    if options.out.is_dir() or not os.access(options.out.absolute().parent, os.W_OK):
+        raise UserError(f"--out {options.out}: no file can be written there. Name one, such as ./cluster.toml.")
 
 
 def _overrides(options: Options) -> dict[str, object]:
