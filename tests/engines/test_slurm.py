@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from dataclasses import replace
@@ -121,7 +122,11 @@ def program_job(folder: Path, **asked: object) -> ProgramJob:
 
 def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch, squeue: str) -> Slurm:
     """A SLURM whose sbatch keeps the script as `sent` and gives number 7, and whose squeue is this script."""
-    scripts = {"sbatch": f'cp "$2" {folder}/sent; echo 7', "squeue": squeue, "srun": 'echo "ran $*"'}
+    scripts = {
+        "sbatch": f'for last; do :; done; cp "$last" {folder}/sent; (echo "$*"; env) > {folder}/typed; echo 7',
+        "squeue": squeue,
+        "srun": 'echo "ran $*"',
+    }
     for name, text in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
@@ -148,11 +153,15 @@ def test_jobs_that_are_started_together_are_an_array(tmp_path, monkeypatch):
     for job in jobs:
         job.folder.mkdir(parents=True)
     slurm = cluster(tmp_path, monkeypatch, 'echo "7_1 RUNNING"')
+    for name in ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_MEM_PER_CPU"):  # of the job that the sweep runs in
+        monkeypatch.setenv(name, "8")
     first, second = slurm.start_all(jobs, at_once=1)
     assert (first.id, second.id) == ("7_0", "7_1") and Path(second.log) == jobs[1].folder / "slurm-7_1.out"
-    sent = (tmp_path / "sent").read_text()
+    sent, typed = ((tmp_path / name).read_text() for name in ("sent", "typed"))
     for line in ("--output=/dev/null", "--array=0-1%1", "--time=1:00", "--cpus-per-task=2", "--job-name=lr-"):
         assert f"#SBATCH {line}" in sent
+        assert f" {line}" in typed.splitlines()[0], "or a variable such as SBATCH_TIMELIMIT would win"
+    assert re.findall(r"^SLURM_\w+", typed, re.MULTILINE) == ["SLURM_CONF"]
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
     subprocess.run(["bash", tmp_path / "sent"], check=False, cwd=tmp_path, env={**environment, "SLURM_JOB_ID": "7"})
     assert "ran --ntasks-per-node=1" in Path(second.log).read_text() and not Path(first.log).exists()

@@ -10,6 +10,7 @@ Jobs that are started together are the tasks of one array, which begin one by on
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import shlex
@@ -37,6 +38,7 @@ WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_
 ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "REVOKED", "TIMEOUT")  # fmt: skip
 UNKNOWN_TO_SLURM = "no longer known to SLURM"
+DIRECTIVE, JOB_ID = "#SBATCH ", "SLURM_JOB_ID"
 UNQUOTED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.,:=/+@%[]")
 """Characters of an option that mean the same in a script with and without quotes."""
 AGENT_TASK = """
@@ -162,9 +164,20 @@ class Slurm(Engine):
 
 
 def _submit(job: Job, path: Path) -> str:
-    """Return the number of what a script was submitted as."""
+    """Return the number of what a script was submitted as.
+
+    The options in its lines are typed as well: else variables such as SBATCH_PARTITION would win over them. It does not
+    get the variables of a job from which it is submitted: with SLURM_MEM_PER_CPU there, srun refuses what has --mem.
+    """
     _check_image(job.image)
-    return ask("sbatch", "--parsable", str(path)).split(";")[0]
+    lines = [line.removeprefix(DIRECTIVE) for line in path.read_text().splitlines() if line.startswith(DIRECTIVE)]
+    try:
+        words = [word for line in lines for word in shlex.split(line)]
+    except ValueError as problem:
+        raise UserError(f"--extra={', '.join(job.extra)}: {problem}. Quote it as in a script of sbatch.") from None
+    theirs = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
+    outside = {name: value for name, value in os.environ.items() if JOB_ID not in theirs or name not in theirs}
+    return ask("sbatch", "--parsable", *words, str(path), environment=outside).split(";")[0]
 
 
 def _launched(job: Job, job_id: str) -> LaunchedJob:
@@ -241,11 +254,16 @@ def _find(program: str) -> None:
         raise UserError(f"--on slurm: there is no {program} here. Give the command on a machine of the SLURM cluster.")
 
 
-def ask(program: str, *words: str) -> str:
-    """Return what a program of SLURM prints. Raises: UserError with what it says, line by line, if it fails."""
+def ask(program: str, *words: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return what a program of SLURM prints. environment: in place of this process's.
+
+    Raises: UserError with what it says, line by line, if it fails.
+    """
     _find(program)
     try:
-        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=PROGRAM_ANSWER_S, check=False)
+        done = subprocess.run(
+            [program, *words], env=environment, capture_output=True, text=True, timeout=PROGRAM_ANSWER_S, check=False
+        )
     except subprocess.TimeoutExpired:
         raise UserError(
             f"--on slurm: {program} did not answer within {PROGRAM_ANSWER_S:.0f} s. Try again later."
