@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.sweep.driver import Driver, run_sweep
 from argosy.sweep.load import load_sweep
 from argosy.sweep.study import Study
-from argosy.sweep.trials import Limits, Trials
+from argosy.sweep.trials import DIVERGED, Limits, TrialOutcome, Trials
 from tiny import run_config
 
 
@@ -69,6 +70,29 @@ def test_a_trial_that_never_stopped_does_not_go_on(tmp_path: Path, state: JobSta
     with pytest.raises(Said, match=rf"^{said}seed=1"):
         trials = Trials(tmp_path, "s", limits, LaunchOptions(on="slurm"), Left(state))
         Driver(sweep, tmp_path, Study(tmp_path, sweep), trials, limits, say).run()
+
+
+def test_an_array_has_no_more_trials_than_its_engine_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s.toml").write_text("method = 'grid'\n[parameters]\nseed = [1, 2, 3]\n[run.train]\nsteps = 9\n")
+    sweep = load_sweep(tmp_path / "s.toml")
+    started: list[int] = []
+
+    def start_all(_: Engine, jobs: Sequence[Job], at_once: int = 0) -> list[LaunchedJob]:
+        started.append(len(jobs))
+        first = 2 * len(started)
+        return [LaunchedJob(engine="slurm", id=f"{first + n}@1", submitted_s=0, nodes=1) for n in range(len(jobs))]
+
+    def reached(*_: object) -> TrialOutcome:
+        return TrialOutcome("failed", f"{DIVERGED} {len(started)}")
+
+    monkeypatch.setattr(Left, "most_waiting", 2)
+    monkeypatch.setattr(Left, "start_all", start_all)
+    monkeypatch.setattr(Left, "poll_s", 0.0)
+    monkeypatch.setattr("argosy.sweep.driver.outcome", reached)
+    limits = Limits(trials=0, cores=sys.maxsize, memory_bytes=float("inf"))
+    trials = Trials(tmp_path, "s", limits, LaunchOptions(on="slurm"), Left("ended"))
+    Driver(sweep, tmp_path, Study(tmp_path, sweep), trials, limits, lambda text: None).run()
+    assert started == [2, 1]
 
 
 def test_conversations_are_prepared_as_trials_read_them(tmp_path: Path, corpus: Path, monkeypatch) -> None:

@@ -63,6 +63,7 @@ class Slurm(Engine):
     )
     queues = True
     poll_s = 5.0
+    most_waiting = 1000  # tasks of an array, with SLURM's usual MaxArraySize
 
     def check(self, job: RunJob) -> None:
         """Raises: UserError for more nodes in the run than in the job, or a folder that sbatch cannot be told."""

@@ -195,10 +195,12 @@ class Driver:
                 self._begin(task, job)
 
     def _may_propose(self, ready: int) -> bool:
-        at_once = self._limits.trials or TPE_AT_ONCE
-        if self._trials.engine.queues and self._sweep.config.method == "tpe":
-            return len(self._jobs) + ready < at_once
-        return not self._trials.is_full
+        engine = self._trials.engine
+        if not engine.queues:
+            return not self._trials.is_full
+        if self._sweep.config.method == "tpe":
+            return len(self._jobs) + ready < (self._limits.trials or TPE_AT_ONCE)
+        return not self._jobs and ready < engine.most_waiting  # only jobs of one start keep to a number at a time
 
     def _start_or_queue(self, task: Task, ready: list[Task]) -> bool:
         """Start a task if it fits, or gather it for a place that queues. Return False if it has to wait."""
