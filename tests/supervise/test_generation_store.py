@@ -13,12 +13,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import DistError, FileStore
+from torch.distributed import DistError, FileStore, TCPStore
 
 from argosy.errors import RunFailed
-from argosy.processes.child import ForkEntry, channel_to_parent
+from argosy.parallel import world
+from argosy.processes.child import ChannelClosed, ForkEntry, channel_to_parent
 from argosy.processes.fork_server import STORE_HOST, ForkServer
 from argosy.supervise import generation_store
+from argosy.supervise.coordinator_client import IPV6_INTERFACES, _interface_of
 from argosy.supervise.generation_store import STORE, GenerationStore, store_file
 
 
@@ -113,3 +115,20 @@ def test_a_store_that_cannot_be_opened_ends_the_run(forks, monkeypatch):
         store.open(1, "10.0.0.1", forks, selector)
         with pytest.raises(RunFailed, match=r"could not be opened at 10.0.0.1, 3 times in a row \(it died\)"):
             keep_until_open(store, forks, selector)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_store_is_held_at_an_address_of_either_kind(host, monkeypatch):
+    class Asker:
+        def send(self, kind: str, port: int) -> None:
+            TCPStore(host, port, is_master=False, wait_for_workers=False).set("key", "value")
+
+        def receive(self) -> None:
+            raise ChannelClosed
+
+    if ":" in host and not IPV6_INTERFACES.exists():
+        pytest.skip("needs IPv6")
+    monkeypatch.setattr(world, "channel_to_parent", Asker)
+    monkeypatch.setenv(STORE_HOST, host)
+    world.hold_store()
+    assert _interface_of(host) == "lo"

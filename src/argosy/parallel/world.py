@@ -429,7 +429,8 @@ def hold_store() -> None:
     """Hold torch's rendezvous store on a free port of `STORE_HOST`: send the asker the port, and end when it closes the
     channel. Entry of a forked process."""
     asker, host = channel_to_parent(), os.environ[STORE_HOST]
-    with socket.create_server((host, 0), backlog=BACKLOG) as listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=BACKLOG) as listener:
         port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())  # which the store closes
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     with suppress(ChannelClosed):

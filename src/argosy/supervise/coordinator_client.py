@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +48,7 @@ MOST_UNPROVEN = 3
 COORDINATOR_AGAIN_S = 0.5
 """Time until it is called again after something else has answered, or hung up before it had proven anything."""
 SIOCGIFADDR = 0x8915  # linux/sockios.h
+IPV6_INTERFACES = Path("/proc/net/if_inet6")
 
 
 class CoordinatorProcess:
@@ -373,13 +375,24 @@ class CoordinatorClient:
 
 
 def _interface_of(address: str) -> str:
-    """Return the name of the network interface that has an IPv4 address; empty if none does."""
+    """Return the name of the network interface that has an address; empty if none does."""
+    if ":" in address:
+        return _interface_of_ipv6(IPv6Address(address))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
+    return ""
+
+
+def _interface_of_ipv6(address: IPv6Address) -> str:
+    with suppress(OSError):  # a kernel without IPv6, or no Linux
+        for line in IPV6_INTERFACES.read_text().splitlines():
+            digits, *_, name = line.split()
+            if IPv6Address(int(digits, 16)) == address:
+                return name
     return ""
 
 
