@@ -171,6 +171,9 @@ def test_a_site_that_is_refused_does_not_hide_those_that_were_launched(tmp_path,
             raise UserError("there is no place.")
 
     monkeypatch.setitem(ENGINES, "full", Full)
+    with pytest.raises(UserError, match=r"site lyon: there is no place\.$"):
+        list(launch_sites([site(tmp_path, "lyon", "full")]))
+    assert not (tmp_path / "runs").exists()
     with pytest.raises(UserError, match=r"site lyon: there is no place. Launched before that: oslo."):
         list(launch_sites([site(tmp_path, "oslo"), site(tmp_path, "lyon", "full")]))
     assert not (tmp_path / "runs/two/sites/lyon").exists()

@@ -64,6 +64,25 @@ def test_a_function_of_steps_is_not_passed_over_for_several_sites(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("plan", ["auto,sync=local", "auto,sync=async"])
+def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path, plan: str) -> None:
+    with pytest.raises(UserError, match=r"there is no data to train on"):
+        train(load(run_file(tmp_path, plan=plan)), tmp_path / "runs/two", quiet=True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_site_that_is_refused_leaves_nothing_but_other_sites(tmp_path: Path) -> None:
+    run = load(run_file(tmp_path, plan="dp_shard=3,sync=local"), {"launch.processes": 2, "sync.tls": False})
+    sites = tuple(site.model_copy(update={"address": "127.0.0.1:7"}) for site in run.sites)
+    run = run.model_copy(update={"sites": sites, "site": "oslo"})
+    home = tmp_path / "runs/two"
+    for is_left in (False, True):
+        with pytest.raises(UserError, match=r"is for 3 processes, and launch\.processes = 2"):
+            train(run, home, quiet=True)
+        assert (home / ".secret").exists() == (tmp_path / "runs").exists() == is_left
+        (home / "sites/lyon").mkdir(parents=True, exist_ok=True)
+
+
 def test_a_plan_that_says_how_sites_agree_is_left_alone(tmp_path: Path) -> None:
     run = load(run_file(tmp_path, plan="auto,sync=local"))
     assert with_rounds(run, (), pytest.fail) is run

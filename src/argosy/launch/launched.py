@@ -12,7 +12,7 @@ from argosy.engines.engine import Engine, RunJob, follow_files
 from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_key
 from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
-from argosy.files import made_folder, make_folder
+from argosy.files import made_folder
 from argosy.launch.requeue import IDLE_JOBS_FILE
 from argosy.launch.run_folder import check_is_run_folder
 from argosy.launch.sites import are_there, jobs_of, printed_by
@@ -69,11 +69,12 @@ def launch_sites(requests: Sequence[tuple[str, str, RunJob]]) -> Iterator[tuple[
         _check(request, ENGINES[engine]())
     names: list[str] = []
     for name, engine, request in requests:
+        whole = home_of(request.run_dir)
         try:
-            whole = home_of(request.run_dir)
-            make_folder(whole)
-            secret_of(whole)  # which all sites have
-            yield request, launch(request, engine)
+            with made_folder(whole):
+                secret_of(whole)  # which all sites have
+                job = launch(request, engine)
+            yield request, job
         except UserError as problem:
             before = f" Launched before that: {', '.join(names)}." if names else ""
             raise UserError(f"site {name}: {problem}{before}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import Agent, node_name, process_name
 from argosy.supervise.node_workers import COMPILER, WORKERS_IMPORTS
 from argosy.supervise.place import check_place
-from argosy.sync.layout import is_server
+from argosy.sync.layout import home_of, is_server, site_folder
 from argosy.watch.status import ending_in_words
 from argosy.watch.terminal import FolderView
 
@@ -73,6 +73,20 @@ def train(
         if started is not None:
             started.close()
         return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
+    with run_folder.making_home(home_of(site_folder(run_dir, run.site))) if run.sites else nullcontext():
+        return _train(run, run_dir, accept_changes, quiet, origin, on_step, started)
+
+
+def _train(
+    run: RunConfig,
+    run_dir: Path,
+    accept_changes: bool,
+    quiet: bool,
+    origin: Callable[[str], str],
+    on_step: OnStep | None,
+    started: ForkServer | None,
+) -> Report:
+    """Train a run, or the part of one that `run.site` names; the arguments are those of `train`."""
     if run.sites:
         run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)
     _check_here(run, origin)

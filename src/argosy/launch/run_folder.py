@@ -81,6 +81,22 @@ def making_folder(run_dir: Path, nodes: int) -> Iterator[MadeFolder]:
             folder.is_kept = folder.is_kept or nodes > 1 or _is_begun(run_dir)
 
 
+@contextmanager
+def making_home(home: Path) -> Iterator[None]:
+    """Make the folder of a run of several parts. After a UserError in the block, remove it if it is new, and no part of
+    the run is in it. Raises: UserError if it cannot be made.
+    """
+    with ExitStack() as made:
+        try:
+            folder = made.enter_context(made_folder(home))
+        except OSError as problem:
+            raise _cannot_be_made(home, problem) from None
+        try:
+            yield
+        finally:
+            folder.is_kept = folder.is_kept or _is_begun(home) or any((home / SITES).glob("*"))
+
+
 def check_is_run_folder(run_dir: Path) -> None:
     """Raise UserError if `run_dir` is there, and is neither empty nor the folder of a run."""
     try:

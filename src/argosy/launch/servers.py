@@ -170,25 +170,25 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     """
     check(run)
     progress = Progress(enabled=not quiet)
-    make_folder(run_dir)
-    run, _ = resolve(run, progress)  # once, not by each part at the same time
-    check(run)
-    progress.close()
-    if not run.sync.servers:
-        servers = tuple(f"127.0.0.1:{free_port()}" for _ in range(run.sync.shards))
-        run = run.with_keys(sync={"servers": servers})
-    keys_of(run, run_dir)
-    asked = run_dir / "asked.toml"
-    save_run(run, asked)
-    if is_finished(run_dir, run):
-        progress.say(run_folder.finished_in_words(run_dir, run))
+    with run_folder.making_home(run_dir):
+        run, _ = resolve(run, progress)  # once, not by each part at the same time
+        check(run)
+        progress.close()
+        if not run.sync.servers:
+            servers = tuple(f"127.0.0.1:{free_port()}" for _ in range(run.sync.shards))
+            run = run.with_keys(sync={"servers": servers})
+        keys_of(run, run_dir)
+        asked = run_dir / "asked.toml"
+        save_run(run, asked)
+        if is_finished(run_dir, run):
+            progress.say(run_folder.finished_in_words(run_dir, run))
+            return _report(run_dir, run)
+        names = [server_name(number) for number in range(len(run.sync.servers))]
+        with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
+            codes = supervise(children, quiet, servers=names)
+        if not is_finished(run_dir, run):  # if the servers came to the end, it does not matter what became of workers
+            check_codes(codes, "the servers have saved", run_dir)
         return _report(run_dir, run)
-    names = [server_name(number) for number in range(len(run.sync.servers))]
-    with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
-        codes = supervise(children, quiet, servers=names)
-    if not is_finished(run_dir, run):  # if the servers came to the end, it does not matter what became of workers
-        check_codes(codes, "the servers have saved", run_dir)
-    return _report(run_dir, run)
 
 
 def _report(run_dir: Path, run: RunConfig) -> Report:
