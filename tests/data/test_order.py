@@ -85,6 +85,7 @@ def test_a_later_stage_or_source_does_not_change_what_came_before() -> None:
     longer = SampleOrder(5, [30, 20, 10], [MixtureStage(0, (1.0, 2.0, 0.0)), MixtureStage(64, (0.0, 1.0, 1.0))])
     assert listed(short.samples(0, 64)) == listed(longer.samples(0, 64))
     assert set(longer.samples(64, 200).sources.tolist()) == {1, 2}
+    assert listed(longer.as_of(63).samples(64, 200)) == listed(short.samples(64, 200)), "as if the stage had no end"
 
 
 def test_far_into_a_huge_run_nothing_overflows() -> None:

@@ -88,11 +88,17 @@ def test_a_ledger_is_read_as_it_was_written_and_a_line_cut_off_does_not_count(tm
 
 
 class Numbers:
-    """An order that gives each sample its number for a window."""
+    """An order that gives each sample its number for a window; its mixture is that of sample `like`, by its source."""
+
+    def __init__(self, like: int = 0):
+        self.like = like
 
     def samples(self, start: int, stop: int) -> Samples:
         n = np.arange(start, stop)
-        return Samples(np.zeros_like(n), np.zeros_like(n), n)
+        return Samples(np.full_like(n, self.like), np.zeros_like(n), n)
+
+    def as_of(self, number: int) -> Numbers:
+        return Numbers(like=number)
 
 
 def test_a_site_reads_what_it_was_dealt_and_others_stand_in_for_bad_samples() -> None:
@@ -105,6 +111,7 @@ def test_a_site_reads_what_it_was_dealt_and_others_stand_in_for_bad_samples() ->
     assert order.samples(18, 22).windows.tolist() == [34, 35, *dealt[:2]]
     order.skipped = ((20, 24),)
     assert order.samples(20, 28).windows.tolist() == [*range(RESERVE, RESERVE + 4), *dealt[4:8]]
+    assert order.samples(20, 28).sources.tolist() == [*[dealt[0]] * 4, *[0] * 4], "of the mixture of those"
     assert order.replaced(20, 40) == merged([(n, n + 1) for n in dealt[:4]])
     order.skipped = ((20, 24), (20, 24))
     assert order.samples(20, 24).windows.tolist() == list(range(RESERVE + 4, RESERVE + 8))

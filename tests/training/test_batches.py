@@ -97,3 +97,6 @@ def test_a_step_is_in_the_mixture_of_its_first_sample(batches: Make, corpus: Pat
     assert [one.stage(step) for step in range(7)] == [0, 0, 1, 1, 1, 2, 2]
     one.skip(1)  # what comes in its place is of the next one
     assert [one.stage(step) for step in range(5)] == [0, 1, 1, 1, 2]
+    alone = batches(site="A", data={"stages": stages})
+    alone.skip(1)
+    assert [alone.stage(step) for step in range(7)] == [0, 0, 1, 1, 1, 2, 2], "stand-ins are of the same mixture"

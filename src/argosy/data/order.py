@@ -35,6 +35,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -237,6 +238,12 @@ class SampleOrder:
         self._drawn_before = [[0] * len(windows)]  # by stage: how many samples came from each source before it
         for mixture, (start, stop) in zip(self._mixtures, pairwise(self.starts), strict=False):
             self._drawn_before.append(_add(self._drawn_before[-1], mixture.counts(stop - start)))
+
+    def as_of(self, number: int) -> SampleOrder:
+        """Return the order that goes on with the mixture of sample `number`, without later stages."""
+        other, stages = copy(self), bisect_right(self.starts, number)
+        other.starts, other._mixtures = self.starts[:stages], self._mixtures[:stages]
+        return other
 
     def counts(self, n: int) -> list[int]:
         """Count how many of the first `n` samples come from each source, in O(log n) time."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from argosy.data.order import Order, Range, Samples
+from argosy.data.order import Range, SampleOrder, Samples
 
 RESERVE = 1 << 48
 """Samples from this number on stand in for those of bad steps; no run reaches them otherwise."""
@@ -115,7 +115,7 @@ class SiteOrder:
     """The order of one site's samples, by the site's own numbers; it stands in for the run's `SampleOrder`."""
 
     def __init__(
-        self, order: Order, shares: Shares, site: str, dealt: Callable[[int], Mapping[str, list[Range]] | None]
+        self, order: SampleOrder, shares: Shares, site: str, dealt: Callable[[int], Mapping[str, list[Range]] | None]
     ):
         """`dealt(round)`: what the ledger deals out in a round, by site; None: each site's own share."""
         self._order, self._shares, self._site, self._dealt = order, shares, site, dealt
@@ -128,23 +128,30 @@ class SiteOrder:
         a range is there again."""
 
     def samples(self, start: int, stop: int) -> Samples:
-        return Samples.joined([self._order.samples(first, end) for first, end in self.numbers(start, stop)])
+        return Samples.joined([order.samples(*some) for order, some in self._parts(start, stop)])
 
     def numbers(self, start: int, stop: int) -> list[Range]:
         """Return the run's numbers of the site's samples `start` to `stop`."""
+        return merged_in_order(some for _, some in self._parts(start, stop))
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[SampleOrder, Range]]:
+        """Yield these samples by their numbers in an order: stand-ins have the mixture of those that they stand for."""
         replaced = {some: place for place, some in enumerate(self.skipped)}
-        out: list[Range] = []
         while start < stop:
             end = min(stop, (start // self._batch + 1) * self._batch)
             step = start // self._batch
             place = replaced.get((step * self._batch, (step + 1) * self._batch))
             if place is not None:
                 base = self._reserve + place * self._batch - step * self._batch
-                out.append((base + start, base + end))
+                yield self._order.as_of(self.first_dealt(step)), (base + start, base + end)
             else:
-                out += self._of_step(step, start - step * self._batch, end - step * self._batch)
+                for some in self._of_step(step, start - step * self._batch, end - step * self._batch):
+                    yield self._order, some
             start = end
-        return merged_in_order(out)
+
+    def first_dealt(self, step: int) -> int:
+        """Return the run's number of the first sample that the site was dealt for a step, others stand in or not."""
+        return self._of_step(step, 0, 1)[0][0]
 
     def replaced(self, start: int, stop: int) -> list[Range]:
         """Return the run's numbers of those of the site's samples `start` to `stop` that others stand in for."""

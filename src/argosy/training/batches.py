@@ -72,8 +72,8 @@ class Batches:
         """Return the number of the mixture that the step's first sample comes from."""
         if self._site is not None:
             starts = [stage.from_step * self._global_batch for stage in self._run.data.stages]
-        else:
-            starts = [self._run.train.batches.before(stage.from_step) for stage in self._run.data.stages]
+            return bisect_right(starts, self._site.first_dealt(step))
+        starts = [self._run.train.batches.before(stage.from_step) for stage in self._run.data.stages]
         return bisect_right(starts, self.samples(step)[0][0])
 
     def line(self, step: int) -> dict[str, Any]:

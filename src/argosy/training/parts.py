@@ -15,6 +15,7 @@ from argosy.config.optimizer import OPTIMIZERS
 from argosy.config.schema import RunConfig
 from argosy.config.train import BUILTIN_LOSSES
 from argosy.data.loader import OpenData, open_data
+from argosy.data.order import SampleOrder
 from argosy.errors import UserError
 from argosy.models.initialize import materialize
 from argosy.models.preference import WITH_REFERENCE
@@ -127,6 +128,7 @@ def _open_data(run: RunConfig, ledger: RoundLedger, sites: Sites | None) -> Open
         return open_data(run.data, run.seed, run.train.batches)
     data = open_data(run.data, run.seed, sites.shares.global_batch)
     ahead = sites.shares.ahead
+    assert isinstance(data.order, SampleOrder)
     order = SiteOrder(data.order, sites.shares, sites.me, lambda number: ledger.dealt_by(number - ahead))
     return replace(data, order=order, batches=run.train.batches)
 
