@@ -69,6 +69,24 @@ def test_a_site_makes_the_steps_that_others_made_without_it_from_their_gradients
         assert torch.equal(piece.value, twin.value), piece.name
 
 
+def test_what_a_site_in_a_round_leaves_for_another_is_what_was_summed_before(tmp_path: Path) -> None:
+    run, looks = run_of(tmp_path, {"from_step": 1, "every_steps": 2}), iter([False, True])
+    state, _, sites = site(run, tmp_path / "A")
+    train(state, 0)
+    decide(sites, tmp_path / "A", np.zeros(sites.whole.elements), "A", "B")
+    summed = {piece.name: piece.value.clone() for piece in state.model.masters}
+    for seed in (1, 2):
+        train(state, seed)
+    sites.want_state.touch()
+    assert not rounds_of(state, has_signal=lambda: next(looks)).settle() and sites.state_about(0).exists()
+    other, files, its = site(run, tmp_path / "B")
+    shutil.copy(sites.state(0), its.adopted)
+    files.adopt(0)
+    for piece, twin in zip(state.model.masters, other.model.masters, strict=True):
+        assert torch.equal(state.outer.state_of(piece.name)["weights"], summed[piece.name]), piece.name
+        assert torch.equal(twin.value, summed[piece.name]), piece.name
+
+
 def test_a_sum_of_gradients_is_over_the_tokens_that_are_learned(tmp_path: Path) -> None:
     run = run_of(tmp_path, {"from_step": 1}).with_keys(train={"objective": "sft"})
     state, _, sites = site(run, tmp_path / "A")

@@ -102,7 +102,7 @@ class SiteFiles:
         if not self._world.share_first(sites.want_state.exists, bool):
             return
         keys, elements = self.keys(number), sum(flat.elements for flat in sites.flats)
-        if sites.sums_gradients(number):
+        if sites.sums_gradients(number + 1):
             self._outer.begin(self._state.model.masters)
         partial = sites.state(number).with_suffix(".partial")
         if self._world.is_first:
@@ -134,7 +134,7 @@ class SiteFiles:
         masters, optimizer = self._state.model.masters, self._state.optimizer
         for flat, vectors in self.vectors(self._sites.adopted, "r", number):
             self._outer.adopt(vectors, flat, masters)
-            for piece in masters if self._sites.sums_gradients(number) else ():
+            for piece in masters if self._sites.sums_gradients(number + 1) else ():
                 if piece.name in flat.shapes:
                     moments = optimizer.state_of(piece)
                     for key in moments.keys() - {STEP_ENTRY}:
@@ -147,9 +147,10 @@ class SiteFiles:
     def keys(self, number: int) -> list[str]:
         """Return what the state after a round has of each parameter.
 
-        While sites sum gradients that is the optimizer's state too: it is the same at all sites, and has to stay so.
+        If sites sum gradients after it, that is the optimizer's state too: it is the same at all sites, and has to stay
+        so. And the weights are those of the model, which until then no outer step has changed.
         """
-        if not self._sites.sums_gradients(number):
+        if not self._sites.sums_gradients(number + 1):
             return list(self._outer.keys)
         masters, optimizer = self._state.model.masters, self._state.optimizer
         mine = sorted({key for piece in masters for key in optimizer.state_of(piece)} - {STEP_ENTRY})
@@ -157,7 +158,7 @@ class SiteFiles:
 
     def _kept(self, piece: PlacedPiece, number: int) -> dict[str, Tensor]:
         kept = dict(self._outer.state_of(piece.name))
-        if self._sites.sums_gradients(number):
+        if self._sites.sums_gradients(number + 1):
             kept |= self._state.optimizer.state_of(piece)
             del kept[STEP_ENTRY]
         return kept
