@@ -17,6 +17,7 @@ from argosy.checkpoint.memory import MEMORY_VARIABLE, memory_checkpoints_in
 from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
+from argosy.sync.average import RetainedAverages
 from argosy.sync.layout import AdoptedState, LeftChange, RoundWait, Sites, read_record, write_record
 from argosy.sync.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
@@ -85,6 +86,26 @@ def test_what_a_site_in_a_round_leaves_for_another_is_what_was_summed_before(tmp
     for piece, twin in zip(state.model.masters, other.model.masters, strict=True):
         assert torch.equal(state.outer.state_of(piece.name)["weights"], summed[piece.name]), piece.name
         assert torch.equal(twin.value, summed[piece.name]), piece.name
+
+
+def test_a_site_whose_checkpoint_needs_a_sum_that_is_gone_asks_for_a_state(tmp_path: Path) -> None:
+    run, looks = run_of(tmp_path, {"from_step": 2}), iter([False, True])
+    state, _, sites = site(run, tmp_path / "A")
+    decide(sites, tmp_path / "A", np.zeros(sites.whole.elements), "A", "B")
+    sites.average(0).unlink()
+    assert rounds_of(state, has_signal=lambda: next(looks)).sum_gradients(MagicMock()) is None
+    assert sites.lost.exists()
+
+
+def test_the_average_is_kept_of_a_round_at_whose_end_a_site_was_stopped(tmp_path: Path) -> None:
+    state, _, sites = site(run_of(tmp_path, {"every_steps": 2}), tmp_path / "A")
+    rounds = rounds_of(state, has_signal=lambda: True)
+    rounds._checkpointer.committed, rounds._batches.skipped_numbers.return_value = [4], []
+    for number in range(3):  # the checkpoint of step 4 is from before the outer step of round 1
+        decide(sites, tmp_path / "A", np.zeros(sites.flat(0).elements), "A", "B")
+        write_record(sites.about(number), rounds._about(number))
+        RetainedAverages(sites).sweep(number)
+    assert not sites.average(0).exists() and sites.average(1).exists()
 
 
 def test_a_sum_of_gradients_is_over_the_tokens_that_are_learned(tmp_path: Path) -> None:

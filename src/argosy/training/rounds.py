@@ -145,6 +145,7 @@ class Rounds(Agreement):
             if not self._wait(number) or self._adoptable() is not None:
                 return None
         if not self._world.share_first(self._sites.average(number).exists, bool):
+            self._wait_for_state()
             return None
         norm = self._take_gradient(number)
         self._line = self._measured(number, number, time.monotonic() - began)
@@ -238,7 +239,7 @@ class Rounds(Agreement):
         return LeftChange(
             tokens=int(self.step.counted) if is_gradient else (stop - start) * run.tokens_per_step,
             skipped=self._batches.skipped_numbers(first, end),
-            needs_round=sites.rounds_at(oldest),
+            needs_round=sites.rounds_at(max(0, oldest - 1)),  # it may have ended a round whose average was to come
         )
 
     def _wait(self, number: int) -> bool:
