@@ -21,6 +21,7 @@ from argosy.sync.average import RetainedAverages
 from argosy.sync.layout import AdoptedState, LeftChange, RoundWait, Sites, read_record, write_record
 from argosy.sync.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
+from argosy.training.recovery import SurvivorFacts, follow
 from argosy.training.rounds import Rounds
 from argosy.training.schedule import Pace, learning_rate_factor
 from argosy.training.state import StepUpdate, Survivor, TrainState
@@ -64,8 +65,14 @@ def test_a_site_makes_the_steps_that_others_made_without_it_from_their_gradients
             part = sites.whole.part(vector, *piece.place)
             part[...] = gradient(wanted, step)[piece.name].numpy()
         decide(sites, tmp_path / "A", vector, "B")
-    assert rounds_of(state).settle()
+    assert (rounds := rounds_of(state)).settle()
     assert (state.step, state.rounds, state.tokens) == (3, 3, wanted.tokens)
+    late, *_ = site(run, tmp_path / "late")  # a rank that had the gradient, and not applied it when its world ended
+    late.step, late.rounds, late.pending = 2, 2, True
+    for piece in late.model.pieces:
+        piece.value.grad = torch.zeros_like(piece.value)
+    follow(late, [SurvivorFacts.of(state)])
+    assert (late.step, late.rounds) == (3, 3) and not rounds.write_lines({}, {}), "nobody here knows a loss of it"
     for piece, twin in zip(state.model.masters, wanted.model.masters, strict=True):
         assert torch.equal(piece.value, twin.value), piece.name
 
@@ -174,7 +181,7 @@ def test_what_a_site_left_before_it_took_another_state_over_is_left_anew(tmp_pat
         assert rounds_of(one).settle()
     rounds = rounds_of(state, has_signal=lambda: True)
     train(state, 3)
-    state.tokens = 2 * run.tokens_per_step
+    state.tokens, state.skipped = 2 * run.tokens_per_step, ((0, 4), (4, 8))
     assert not rounds.settle() and sites.about(1).exists()
     its.want_state.touch()
     its_files.leave_state(0)
@@ -183,6 +190,7 @@ def test_what_a_site_left_before_it_took_another_state_over_is_left_anew(tmp_pat
     write_record(sites.adoption, AdoptedState(rounds=1, chain=RoundLedger(tmp_path / "B").lines[0].chain))
     assert rounds.settle() and (state.step, state.rounds) == (1, 1) and not sites.adoption.exists()
     assert state.tokens == run.tokens_per_step  # of the step that it has gone back from none count
+    assert state.skipped == ((0, 4),)  # nor was what it is dealt for it now bad
     train(state, 4)
     moved = {piece.name: other.outer.state_of(piece.name)["weights"] - piece.value for piece in state.model.masters}
     assert not rounds.settle()

@@ -175,7 +175,7 @@ class Agreement:
         seconds: where the step's time went. more: what services say of it. Returns False if there are none (yet).
         """
         parts, update, done = self._parts, self._state.last_update, self._state.step
-        if update is None:
+        if update is None or not update.has_loss:
             return False
         samples, more = parts.batches.line(update.step), {**more, **parts.batches.cache_line(), **self.line()}
         record = self._records.step(update, self._state.tokens, samples, seconds, parts.clock.communication, more)

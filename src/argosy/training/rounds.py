@@ -285,8 +285,11 @@ class Rounds(Agreement):
         self._uncount(left)
         state.pending = state.is_prepared = state.in_update = False
         state.last_update, state.history = None, state.history.turned_back(state.step)
+        done = state.step * self._sites.run.train.global_batch
+        state.skipped = tuple(some for some in state.skipped if some[0] < done)  # others may be dealt in later steps
         self._outer.adopted_chain = about.chain
         state.model.after_update()
+        self._batches.follow()
         self._batches.again()
         self._say_reached()
         self._records.tell("state_taken", step=left, to_step=state.step, round=about.rounds - 1)
@@ -380,7 +383,6 @@ class Rounds(Agreement):
         norm = self._take_gradient(number)
         unknown = StepOutcome(math.nan, norm, replicas_differ=False, requests=Requests(), loads=None)
         self.step.apply(self.step.update(unknown, learning_rate(run, state.step, run.train.steps)))
-        state.last_update = None  # this site knows no loss of it
 
     def _measured(self, number: int, before: int, seconds: float) -> dict[str, Any]:
         """Return what the step's line of metrics says of the outer steps from round `before` to `number`."""

@@ -156,7 +156,7 @@ class Restorer:
             self._records.recovered(found)
         if world.is_first:
             self._records.metrics.forget_from(state.step)
-            if found.last_update is not None:
+            if found.last_update is not None and found.last_update.has_loss:
                 self._records.write_missing_line(found.last_update, state.tokens, self._batches.line)
         self._bad_steps.load_newest(world.gather(self._bad_steps.counts(), BadStepCounts))
         if not self.is_survivors:

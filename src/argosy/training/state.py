@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class StepUpdate:
     step: int
     """0-based."""
     loss: float
+    """NaN of a step that other sites made without this one."""
     gradient_norm: float
     """Before clipping."""
     max_norm: float
@@ -50,6 +52,11 @@ class StepUpdate:
     """Tokens of the step, over all processes."""
     loads: SentTensor | None
     """Tokens that each expert was sent (`parallel.expert.loads_of`), in host memory; None without experts."""
+
+    @property
+    def has_loss(self) -> bool:
+        """True if the step is this run's own, of which metrics tell."""
+        return not math.isnan(self.loss)
 
 
 @dataclass
