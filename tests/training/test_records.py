@@ -50,6 +50,8 @@ def test_a_round_of_sites_is_held_against_exact_sums_in_each_of_its_steps() -> N
     line = account.line({}, sites)
     assert line is not None
     assert line["ratio"] == pytest.approx(1 / 50)
+    adapter = SyncAccount(run.with_keys(lora={"rank": 2}), Plan.parse("sync=diloco"))
+    assert adapter.exact_bytes < account.exact_bytes / 4, "of the adapter alone"
     of_fragments = account.line({}, sites | {"steps": 25})
     assert of_fragments is not None and of_fragments["ratio"] == pytest.approx(2 / 50)
     assert (line["staleness"], line["distance"], line["seconds"]) == (50, 0.1, 2.0)

@@ -33,7 +33,7 @@ from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand
-from argosy.plan.parameters import parameters
+from argosy.plan.parameters import trained_shapes
 from argosy.plan.plan import Plan, measured_format
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.plan.sync import OF_SITES
@@ -65,7 +65,8 @@ class SyncAccount:
         if not self._is_kept:
             return 0.0
         if self._sites:  # a ring all-reduce over sites (Thakur et al. 2005)
-            return 2 * (self._sites - 1) / self._sites * DTYPE_BYTES["fp32"] * parameters(run.model)
+            trained = sum(map(math.prod, trained_shapes(run).values()))
+            return 2 * (self._sites - 1) / self._sites * DTYPE_BYTES["fp32"] * trained
         exact = traffic(plan.model_copy(update={"sync": "exact", "reduce": "fp32"}), run)
         return float(sum(sent for (axis, _), sent in exact.items() if axis in OVER_REPLICAS))
 
