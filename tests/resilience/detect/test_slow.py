@@ -190,6 +190,7 @@ def run_link(
     own: Callable[[int, int], float] = lambda rank, step: 1.0,
     waited: Callable[[int], float] = lambda step: 1.0,
     next_world: str = "",
+    microbatches: Callable[[int], int] = lambda step: 1,
     seed: int = 0,
 ) -> list[tuple[int, Finding]]:
     """(step, finding) of a world whose own work and waiting take 0.1 s and 0.05 s times what is given."""
@@ -201,7 +202,7 @@ def run_link(
         if step == 100 and next_world:
             world.change(range(4), generation=2, busy_s={})
         plan = next_world if step >= 100 and next_world else "dp_replicate=4"
-        world.step(busy_s=busy_s)
+        world.step(busy_s=busy_s, microbatches=dict.fromkeys(range(4), microbatches(step)))
         found += [(step, finding) for finding in link.observe(world.sampled(), took, plan)]
     return found
 
@@ -224,6 +225,10 @@ def test_nothing_else_is_taken_for_one(seed):
     assert not run_link(300, own=lambda rank, step: slow(step), waited=slow, seed=seed), "a busy machine"
     assert not run_link(300, waited=lambda step: 20.0 if 100 <= step < 140 else 1.0, seed=seed), "what passes"
     assert not run_link(600, waited=lambda step: 20.0 if step % 3 == 0 else 1.0, seed=seed), "a step of three"
+    ramp = lambda step: 16 if step >= 100 else 1  # noqa: E731
+    assert not run_link(300, own=lambda rank, step: ramp(step), waited=ramp, microbatches=ramp, seed=seed), (
+        "a larger batch"
+    )
 
 
 @pytest.mark.parametrize(("plan", "found"), [("tp=4", 0), ("dp_replicate=4", 1)])

@@ -20,7 +20,8 @@ A link became slow if steps take longer than before, and not because of any rank
 of its slowest rank is time that all ranks wait: for collectives, and for each other's data. It is compared with the
 run's own best under the same plan: a step that is longer because of waiting counts against the links; a slow rank, a
 longer batch or a busy machine does not. Waiting inside layers (tensor and context parallelism, fully sharded
-parameters) counts too, but for that of experts, which is timed as the ranks' own work.
+parameters) counts too, but for that of experts, which is timed as the ranks' own work. With another batch
+(train.batch_ramp) the comparison begins anew.
 
 Pipeline stages may have layers that do not fit the speed of their ranks. A rank's own work of a step, in the layers
 that it has, is its speed. With the speeds of all follows the deal of layers whose slowest rank ends first, and how long
@@ -237,7 +238,7 @@ class SlowLinkDetector:
     def __init__(self, steps: int = 20, seconds: float = 10.0):
         """Arguments as the keys straggler_steps and straggler_s of [resilience]."""
         self._steps, self._seconds = steps, seconds
-        self._plan = ""
+        self._plan, self._microbatches = "", 0.0
         self._usual: _LinkStep | None = None
         self._start(-1)
 
@@ -252,20 +253,24 @@ class SlowLinkDetector:
             self._start(sample.generation)
             if plan != self._plan:
                 self._plan, self._usual = plan, None
-        self._own_s |= {times.step: float(times.busy_s.max()) for times in sample.took}
-        for step in sorted(self._own_s)[:-LAST_STEPS]:
-            del self._own_s[step]
-        fresh = sorted(self._own_s.keys() & took_s.keys())
+        self._own |= {t.step: (float(t.busy_s.max()), float(t.microbatches.sum())) for t in sample.took}
+        for step in sorted(self._own)[:-LAST_STEPS]:
+            del self._own[step]
+        fresh = sorted(self._own.keys() & took_s.keys())
         for step in fresh:
-            own_s = self._own_s.pop(step)
+            own_s, microbatches = self._own.pop(step)
+            if microbatches != self._microbatches:  # of a batch that grew all waits have grown
+                self._microbatches, self._usual = microbatches, None
+                self._window.clear()
             self._take_in(step, _LinkStep(sample.at_s, took_s[step], max(0.0, took_s[step] - own_s)))
         return self._findings() if fresh and len(self._window) >= self._steps else []
 
     def _start(self, generation: int) -> None:
         self.generation, self._seen, self._last = generation, 0, -1
         self._window: deque[_LinkStep] = deque()
-        self._own_s: dict[int, float] = {}
-        """Step -> the longest own work of a rank, for steps of which it is not known yet how long they took."""
+        self._own: dict[int, tuple[float, float]] = {}
+        """Step -> the longest own work of a rank, and the microbatches of all, for steps of which it is not known yet
+        how long they took."""
         self._latch = Latch()
 
     def _take_in(self, number: int, step: _LinkStep) -> None:
