@@ -271,6 +271,11 @@ class OpenData:
         return self.sources[0].manifest.eod_id
 
     @property
+    def filler(self) -> int:
+        """A token that ends no document, for rows in place of those that cannot be read."""
+        return 1 if self.eod_id == 0 else 0
+
+    @property
     def vocab_size(self) -> int:
         return self.sources[0].manifest.vocab_size
 

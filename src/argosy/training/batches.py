@@ -57,7 +57,7 @@ class Batches:
         except BadShard:
             if not self._skips_bad_shards:
                 raise
-            rows = self._stand_in(loader, step)  # as that rank does
+            rows = loader.stand_in(step, self._data.filler)  # as that rank does
         finally:
             loader.close()
         return self._microbatches(rows, loader, step, rank)
@@ -123,6 +123,14 @@ class Batches:
         self._loader.quarantine(place for found in self._world.gather(self._found_bad, list[Place]) for place in found)
         self._found_bad = []
 
+    def compare_with(self, references: References) -> None:
+        """Have these values beside the answers, and read no more from shards without any."""
+        self.references = references
+        self._loader.quarantine(references.unread)
+        for folder, shard in references.unread if self._world.is_first else ():
+            problem = f"shard {shard} of {folder} could not be read when the answers were scored"
+            self._events.write("bad_shard", step=self._state.step, samples=[], problem=problem, outcome="quarantined")
+
     def replan(self, plan: Plan) -> None:
         """Deal the rows of the next steps out as the shares of `plan` say; it differs in nothing else."""
         before, self._plan = self._loader, plan
@@ -149,7 +157,7 @@ class Batches:
                 raise
             # All ranks have to go through the step before all can know of it.
             self._found_bad = [problem.place]
-            return self._stand_in(self._loader, step)
+            return self._loader.stand_in(step, self._data.filler)
         if replaced := self._loader.replaced(step):
             self._events.write("samples_replaced", step=step, samples=replaced)
         return rows
@@ -157,10 +165,6 @@ class Batches:
     @property
     def _skips_bad_shards(self) -> bool:
         return self._run.data.on_bad_shard == "skip"
-
-    def _stand_in(self, loader: Loader, step: int) -> np.ndarray:
-        """Return what a rank computes from in place of rows that cannot be read."""
-        return loader.stand_in(step, 1 if self._data.eod_id == 0 else 0)
 
     def _rows_of(self, rank: int) -> slice:
         return self._plan.rows_of(rank, self._run.train.global_batch)

@@ -102,9 +102,10 @@ class Parts:
         """Have what the objective compares answers with. All ranks call it together."""
         train, batches = self.run.train, self.batches
         if train.objective in WITH_REFERENCE and batches.references is None:
-            about = (self.run_dir, self.plan.microbatch, train.objective == "kto", self.heartbeat)
+            skips = self.run.data.on_bad_shard == "skip"
+            about = (self.run_dir, self.plan.microbatch, train.objective == "kto", skips, self.heartbeat)
             scorer = ReferenceScorer(self.state.model, self.data, self.world, *about, self.records.progress)
-            batches.references = scorer.references(self.state.step)
+            batches.compare_with(scorer.references(self.state.step))
 
     def show(self, what: str) -> None:
         """Show the user what is done now beside training; "" if nothing is."""

@@ -8,7 +8,8 @@ afterwards. A run that goes on reads the file; what is in it does not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -19,7 +20,7 @@ import torch
 from argosy.data.loader import OpenData
 from argosy.data.order import Samples
 from argosy.data.packing import START_BIT, TRAINED, Words, sequences_in
-from argosy.data.shards import TokenSource
+from argosy.data.shards import BadShard, Place, TokenSource
 from argosy.errors import RunFailed
 from argosy.files import atomic_write
 from argosy.models.microbatch import compared_microbatches
@@ -121,14 +122,15 @@ Table = np.ndarray
 class References:
     """The tables of all sources of a run."""
 
-    def __init__(self, tables: Sequence[Table]):
-        self._tables = tables
+    def __init__(self, tables: Sequence[Table], unread: Iterable[Place] = ()):
+        self.tables, self.unread = tables, list(unread)
+        """Shards that could not be read when the rows were scored: theirs are compared with nothing."""
 
     def of(self, samples: Samples) -> np.ndarray:
         """Return the log-probabilities of the answers of these samples, fp32 [samples, most answers]."""
-        most = max(table.shape[1] for table in self._tables)
+        most = max(table.shape[1] for table in self.tables)
         found = np.zeros((len(samples), most), np.float32)
-        for number, table in enumerate(self._tables):
+        for number, table in enumerate(self.tables):
             here = np.flatnonzero(samples.sources == number)
             found[here, : table.shape[1]] = table[samples.windows[here]]
         return found
@@ -145,60 +147,79 @@ class ReferenceScorer:
         run_dir: Path,
         microbatch: int,
         is_judged: bool,
+        skips_bad_shards: bool,
         heartbeat: Heartbeat,
         progress: Progress,
     ):
         self._model, self._data, self._world = model, data, world
-        self._microbatch, self._is_judged = microbatch, is_judged
+        self._microbatch, self._is_judged, self._skips_bad_shards = microbatch, is_judged, skips_bad_shards
         self._heartbeat, self._progress = heartbeat, progress
         self.path = run_dir / REFERENCES.replace("*", data.identity)
 
     def references(self, steps_done: int) -> References:
         """Return what is known, or score all rows with the weights as they are.
 
-        Raises: RunFailed if no rank can read the file, and the weights are not those of the start any more.
+        Raises: RunFailed if no rank can read the file, and the weights are not those of the start any more; BadShard.
         """
         mine = self._kept()
         holders = self._world.gather(mine is not None, bool)
         if any(holders):
-            return References(self._shared(mine, holders.index(True)))
+            return self._shared(mine, holders.index(True))
         if steps_done:
             raise RunFailed(
                 f"{self.path} is gone, or damaged: the log-probabilities of the model before training. Restore the "
                 "file, or begin a new run from the weights that this one began with."
             )
-        tables = [self._scored(source) for source in self._data.sources]
+        unread: set[Place] = set()
+        found = References([self._scored(source, unread) for source in self._data.sources])
+        found.unread = sorted({place for some in self._world.gather(list(unread), list[Place]) for place in some})
         nodes = node_of_each_rank(self._world)
         is_first_on_node = nodes.index(nodes[self._world.rank]) == self._world.rank
         for writes in (self._world.is_first, is_first_on_node):  # then other machines, if they do not see it
             if writes and self._kept() is None:
                 with atomic_write(self.path) as file:
-                    np.savez(file, *tables)
+                    np.savez(file, *found.tables, unread=np.array(json.dumps(found.unread)))
             self._world.barrier()
-        return References(tables)
+        return found
 
-    def _kept(self) -> list[Table] | None:
-        """Return the tables in this rank's folder; None if it has none that can be read."""
+    def _kept(self) -> References | None:
+        """Return what is in this rank's folder; None if it has nothing that can be read."""
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                return [file[f"arr_{number}"] for number in range(len(self._data.sources))]
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+                tables = [file[f"arr_{number}"] for number in range(len(self._data.sources))]
+                unread = json.loads(str(file["unread"])) if "unread" in file else []
+                return References(tables, [(str(folder), int(shard)) for folder, shard in unread])
+        except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile):
             return None
 
-    def _shared(self, mine: list[Table] | None, holder: int) -> list[Table]:
-        """Return the tables of rank `holder`. `mine` are those of this rank."""
-        shapes = self._world.gather([list(table.shape) for table in mine or []], list[list[int]])[holder]
-        held = mine if mine is not None and self._world.rank == holder else [np.zeros(s, np.float32) for s in shapes]
-        return [self._world.sum_array(table) for table in held]
+    def _shared(self, mine: References | None, holder: int) -> References:
+        """Return what rank `holder` has. `mine` is what this rank has."""
+        tables, unread = ([], []) if mine is None else (mine.tables, mine.unread)
+        shapes = self._world.gather([list(table.shape) for table in tables], list[list[int]])[holder]
+        held = tables if tables and self._world.rank == holder else [np.zeros(s, np.float32) for s in shapes]
+        shared = [self._world.sum_array(table) for table in held]
+        return References(shared, self._world.gather(unread, list[Place])[holder])
 
-    def _scored(self, source: TokenSource) -> Table:
+    def _scored(self, source: TokenSource, unread: set[Place]) -> Table:
+        """Return the table of a source; shards of it that this rank cannot read are added to `unread`."""
         seq_len = self._data.seq_len
         windows = source.windows(seq_len)
 
         def read(chosen: np.ndarray) -> np.ndarray:
-            rows = np.empty((len(chosen), seq_len + 1), np.int32)
-            source.read_windows(chosen, rows)
-            return rows
+            rows = np.full((len(chosen), seq_len + 1), self._data.filler, np.int32)
+            while True:
+                bad = [shard for folder, shard in unread if folder == source.name]
+                sound = np.flatnonzero(~source.in_shards(chosen, seq_len, bad))
+                part = np.empty((len(sound), seq_len + 1), np.int32)
+                try:
+                    source.read_windows(chosen[sound], part)
+                except BadShard as problem:
+                    if not self._skips_bad_shards:
+                        raise
+                    unread.add(problem.place)
+                    continue
+                rows[sound] = part
+                return rows
 
         def before_batch(number: int, batches: int) -> None:
             self._heartbeat.advance()
