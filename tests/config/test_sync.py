@@ -1,10 +1,10 @@
-"""Turns of fragments that do not come out even are refused, with what would do."""
+"""Turns of fragments that do not come out even, and quorums that no sites make up, are refused, with what would do."""
 
 from __future__ import annotations
 
 import pytest
 
-from argosy.config.sync import OuterConfig, check_fragments
+from argosy.config.sync import OuterConfig, SiteConfig, check_fragments, check_sites
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,9 @@ def test_turns_come_out_even(keys: dict[str, int], remedy: str) -> None:
 
 def test_one_fragment_suits_every_model() -> None:
     check_fragments(OuterConfig(every_steps=1), layers=1)
+
+
+@pytest.mark.parametrize(("names", "remedy"), [("", "leave it out"), ("AB", "try 2 or less")])
+def test_a_quorum_is_of_sites_that_there_are(names: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"sync.quorum = 3 is more than there are sites; {remedy}"):
+        check_sites([SiteConfig(name=name) for name in names], "", 3)

@@ -161,7 +161,8 @@ def check_sites(sites: Sequence[SiteConfig], site: str, quorum: int) -> None:
         there = f"the sites are {', '.join(names)}" if names else "the run has no [[sites]]"
         raise ValueError(f'site = "{site}": there is no such site; {there}')
     if quorum > max(1, len(sites)):
-        raise ValueError(f"sync.quorum = {quorum} is more than there are sites; try {len(sites)} or less")
+        remedy = f"try {len(sites)} or less" if sites else "leave it out, as the run has no [[sites]]"
+        raise ValueError(f"sync.quorum = {quorum} is more than there are sites; {remedy}")
 
 
 def batches_of(sites: Sequence[SiteConfig], global_batch: int) -> list[int]:
