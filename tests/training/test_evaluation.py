@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections import Counter
 from unittest import mock
 
@@ -13,13 +14,13 @@ import torch
 from torch.nn import functional as F
 
 from argosy.data.packing import IGNORED, REJECTED_BIT, START_BIT, TRAINED
-from argosy.data.shards import TokenSource
+from argosy.data.shards import BadShard, TokenSource
 from argosy.errors import UserError
 from argosy.parallel.world import World
-from argosy.training.evaluation import HeldOut, Score, evaluate, unigram_score
+from argosy.training.evaluation import Evaluator, HeldOut, Score, evaluate, unigram_score
 from argosy.training.stop import StoppedEarly
 from chats import rows_of
-from tiny import MODEL, decoder, eager, laid_out, prepare_corpus
+from tiny import EAGER, MODEL, decoder, eager, laid_out, prepare_corpus, run_config
 
 SEQ_LEN = 32
 
@@ -124,6 +125,24 @@ def test_sources_without_held_out_text_are_left_out(corpus, held_out, tmp_path):
     without = TokenSource(prepare_corpus(tmp_path, validation_fraction=0.0), "validation")
     assert HeldOut.read([without], SEQ_LEN, 700).tokens == 0
     assert HeldOut.read([without, TokenSource(corpus, "validation")], SEQ_LEN, 700).tokens == held_out.tokens
+
+
+def test_held_out_text_that_cannot_be_read_is_left_out_if_the_run_asks_for_that(corpus, tmp_path):
+    folder = shutil.copytree(corpus, tmp_path / "damaged")
+    (shard,) = folder.glob("validation-*.bin")
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    (tmp_path / "whole").symlink_to(corpus)
+    sources, progress = [TokenSource(folder), TokenSource(tmp_path / "whole")], mock.MagicMock()
+
+    def evaluator(on_bad_shard: str) -> Evaluator:
+        run = run_config(folder, data={"on_bad_shard": on_bad_shard})
+        return Evaluator(run, EAGER, sources, mock.MagicMock(), World(), mock.MagicMock(), progress)
+
+    with pytest.raises(BadShard):
+        evaluator("stop")
+    whole = HeldOut.read([TokenSource(corpus, "validation")], SEQ_LEN, 250)
+    assert np.array_equal(evaluator("skip").held_out.windows, whole.windows)
+    assert "evaluations leave out" in progress.say.call_args.args[0]
 
 
 def test_less_held_out_text_than_a_sample_is_said(corpus):

@@ -21,7 +21,7 @@ import hashlib
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -358,15 +358,18 @@ class TokenSource:
         return ShardReader(path, np.dtype(self.manifest.dtype), self.manifest.vocab_size, has_marks)
 
 
-def spread_windows(source: TokenSource, seq_len: int, max_tokens: int) -> I32:
+def spread_windows(source: TokenSource, seq_len: int, max_tokens: int, without: Collection[int] = ()) -> I32:
     """Return windows with `max_tokens` in all (at least one), spread evenly over the split; int32 [n, seq_len + 1].
 
-    The same arguments give the same windows. They are spread to be as varied as the whole split.
+    The same arguments give the same windows. They are spread to be as varied as the whole split. without: shards whose
+    windows are left out.
 
-    Raises: UserError if the split is shorter than one window.
+    Raises: UserError if the split is shorter than one window; BadShard.
     """
     windows = source.windows(seq_len)
     n = min(windows, max(max_tokens // seq_len, 1))
-    out = np.empty((n, seq_len + 1), np.int32)
-    source.read_windows(np.arange(n, dtype=np.int64) * windows // n, out)
+    chosen = np.arange(n, dtype=np.int64) * windows // n
+    chosen = chosen[~source.in_shards(chosen, seq_len, without)] if without else chosen
+    out = np.empty((len(chosen), seq_len + 1), np.int32)
+    source.read_windows(chosen, out)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from argosy.data.packing import (
     unpack,
     without_rejected,
 )
-from argosy.data.shards import BadShard, TokenSource, spread_windows
+from argosy.data.shards import BadShard, Place, TokenSource, spread_windows
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.models.microbatch import compared_microbatches, microbatches
@@ -77,14 +77,23 @@ class HeldOut:
         return np.concatenate([self.windows[~of_chats, 1:].ravel(), of_rows[of_rows != IGNORED]])
 
     @classmethod
-    def read(cls, splits: Sequence[TokenSource], seq_len: int, max_tokens: int, are_scored: bool = False) -> HeldOut:
+    def read(
+        cls,
+        splits: Sequence[TokenSource],
+        seq_len: int,
+        max_tokens: int,
+        are_scored: bool = False,
+        without: Collection[Place] = (),
+    ) -> HeldOut:
         """Read an equal share of at most `max_tokens` from each split, always the same windows.
 
-        are_scored: a reward model compares their pairs. Splits without text are left out, and the result may be empty.
-        Raises: UserError if one has text, but less than a window.
+        are_scored: a reward model compares their pairs. without: shards that are left out. Splits without text are left
+        out too, and the result may be empty. Raises: UserError if one has text, but less than a window; BadShard.
         """
         splits = [split for split in splits if len(split)]
-        parts = [spread_windows(split, seq_len, max_tokens // len(splits)) for split in splits]
+        bad = [[shard for folder, shard in without if folder == split.name] for split in splits]
+        share = max_tokens // max(1, len(splits))
+        parts = [spread_windows(split, seq_len, share, shards) for split, shards in zip(splits, bad, strict=True)]
         if not parts:
             return cls(np.empty((0, seq_len + 1), np.int32), 0.0, 0)
         sizes = [
@@ -158,7 +167,7 @@ class Evaluator:
         self._every, self._microbatch = run.evaluate.every_steps, plan.microbatch
         self._model, self._world, self._heartbeat, self._progress = model, world, heartbeat, progress
         splits = [source.held_out() for source in sources]
-        self.held_out = HeldOut.read(splits, run.data.seq_len, run.evaluate.tokens, run.model.score)
+        self.held_out = self._read(splits, run)
         self.score: Score | None = None
         """The newest; None before the first, and without held-out text."""
         self.task_scores: TaskScores = {}
@@ -173,6 +182,23 @@ class Evaluator:
                     f"evaluate.tasks = {list(evaluate.tasks)}: they are scored with held-out text, of which there is "
                     "none. Prepare the data with a validation fraction above 0."
                 )
+
+    def _read(self, splits: Sequence[TokenSource], run: RunConfig) -> HeldOut:
+        """Return the held-out text, without shards that any rank cannot read if data.on_bad_shard = "skip"."""
+        bad = set[Place]()
+        while True:
+            found, mine = None, list[Place]()
+            try:
+                found = HeldOut.read(splits, run.data.seq_len, run.evaluate.tokens, run.model.score, bad)
+            except BadShard as problem:
+                if run.data.on_bad_shard != "skip":
+                    raise
+                mine = [problem.place]
+                self._progress.say(f" evaluations leave out what cannot be read: {problem}", "yellow")
+            more = {place for some in self._world.gather(mine, list[Place]) for place in some}
+            if found is not None and not more:
+                return found
+            bad |= more
 
     @property
     def batches(self) -> int:
