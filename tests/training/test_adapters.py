@@ -380,6 +380,9 @@ def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path
     wrong = run.model_copy(update={"lora": run.lora.model_copy(update={"targets": ('["nothing_proj"]',)})})
     with pytest.raises(UserError, match=r"matches no linear layer"):
         check_parameters(wrong)
+    for frozen, lora in (("*", {}), ("blocks.0", {"rank": 2, "targets": ("blocks.0.*",)})):
+        with pytest.raises(UserError, match=r"train.frozen matches every parameter that would be trained"):
+            check_parameters(run_config(corpus, train={"frozen": (frozen,)}, lora=lora))
     with pytest.raises(UserError, match=r"lora.dropout = 0.1: lora.targets has experts \(blocks.0.mlp.experts.down"):
         check_parameters(run_config(corpus, model=EXPERTS, lora={**CASES["experts"], "dropout": 0.1}))
 

@@ -149,7 +149,7 @@ def is_frozen(name: str, patterns: Collection[str]) -> bool:
 def check_patterns(groups: Collection[OptimizerGroup], frozen: Collection[str], names: Collection[str]) -> None:
     """Check `optimizer.groups` and `train.frozen` against `names`, those of all parameters of the whole model.
 
-    Raises: UserError if a pattern matches none of them, or all are frozen.
+    Raises: UserError if a pattern matches none of them.
     """
     for index, group in enumerate(groups):
         if not any(fnmatchcase(name, group.match) for name in names):
@@ -158,8 +158,6 @@ def check_patterns(groups: Collection[OptimizerGroup], frozen: Collection[str], 
         if not any(is_frozen(name, (pattern,)) for name in names):
             modules = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
             raise _no_match(f'train.frozen: "{pattern}"', pattern, [*names, *sorted(modules)])
-    if names and all(is_frozen(name, frozen) for name in names):
-        raise UserError("train.frozen matches every parameter, so there is nothing to train. Leave some out.")
 
 
 def _no_match(said: str, pattern: str, names: Collection[str]) -> UserError:

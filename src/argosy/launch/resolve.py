@@ -132,9 +132,12 @@ def with_known_length(run: RunConfig) -> RunConfig:
 
 
 def check_parameters(run: RunConfig) -> None:
-    """Check the patterns that name parameters of the model. Raises: UserError if one matches none."""
+    """Check the patterns that name parameters. Raises: UserError if one matches none, or nothing is left to train."""
     check_targets(run.lora, linear_names(run.model))
-    check_patterns(run.optimizer.groups, run.train.frozen, list(run_table(run)))
+    table = run_table(run)
+    check_patterns(run.optimizer.groups, run.train.frozen, list(table))
+    if not any(parameter.is_trained for parameter in table.values()):
+        raise UserError("train.frozen matches every parameter that would be trained. Leave some out.")
 
 
 def _start_of(run: RunConfig) -> Path | None:
