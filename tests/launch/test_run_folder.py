@@ -214,6 +214,11 @@ def test_a_run_on_conversations_keeps_the_template_of_its_data(tmp_path):
     assert (text / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
+def test_a_finished_run_whose_steps_were_made_elsewhere_is_said_to_have_no_report(tmp_path):
+    with pytest.raises(UserError, match=r"no step is in metrics\.jsonl.* is finished\. More --train\.steps"):
+        run_folder.load_report(tmp_path, run())
+
+
 def test_a_full_disk_is_a_message(tmp_path):
     (tmp_path / "elsewhere.json").write_text("a tokenizer")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

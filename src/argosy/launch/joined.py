@@ -137,7 +137,7 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
         sys.exit(128 + stop.number)
     if not is_first:
         return None
-    report = Report.load(run_dir)
+    report = run_folder.load_report(run_dir, run)
     if run.launch.nodes == 1:
         Progress(enabled=True).say(ending_in_words(run_dir, report))
     return report

@@ -13,7 +13,7 @@ from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import RunFailed, UserError, counted
+from argosy.errors import UserError, counted
 from argosy.extend.loading import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
@@ -25,7 +25,7 @@ from argosy.observe.report import Report
 from argosy.observe.screen import Progress
 from argosy.observe.surfaces import RunDisplay, shown
 from argosy.observe.terminal import lasting_output
-from argosy.plan.plan import PLAN_VARIABLE, is_asynchronous
+from argosy.plan.plan import PLAN_VARIABLE
 from argosy.plan.search.auto import may_compile, processes_of
 from argosy.plan.search.space import check_size
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
@@ -123,9 +123,7 @@ def _train(
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
             agent.run()
-        if is_asynchronous(run.plan) and not (run_dir / "report.json").exists():
-            raise RunFailed(f"{run_dir}: the run was over before this worker had made an update.")
-        report = Report.load(run_dir)
+        report = run_folder.load_report(run_dir, run)
         if run.launch.nodes == 1:
             progress.say(ending_in_words(run_dir, report))
         return report

@@ -32,10 +32,11 @@ from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import USAGE, usage_of
 from argosy.engines.record import LAUNCH_FOLDER as LAUNCH
-from argosy.errors import StorageError, UserError, some_of
+from argosy.errors import RunFailed, StorageError, UserError, some_of
 from argosy.files import RUN_LOCK, MadeFolder, atomic_write, lock_or_holder, made_folder, make_folder
 from argosy.launch.devices import check_compiler
 from argosy.launch.resolve import check_memory, with_known_sizes
+from argosy.observe.report import Report
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
 from argosy.processes.secret import SECRET_FILE as SECRET
@@ -427,6 +428,15 @@ def _check_renames(run_dir: Path, probe: Path) -> None:
     except OSError:
         return
     raise UserError(f"{run_dir}: its storage renames a folder over another that is not empty. {DISK_REMEDY}")
+
+
+def load_report(run_dir: Path, run: RunConfig) -> Report:
+    """Return the report of a run that is over. Raises: UserError, or of a worker RunFailed, if no step is told of."""
+    if (run_dir / "report.json").exists():
+        return Report.load(run_dir)
+    if is_asynchronous(run.plan):
+        raise RunFailed(f"{run_dir}: the run was over before this worker had made an update.")
+    raise UserError(f"{run_dir}: no step is in metrics.jsonl, so there is no report. {finished_in_words(run_dir, run)}")
 
 
 def finished_in_words(run_dir: Path, run: RunConfig) -> str:
