@@ -106,6 +106,13 @@ def test_a_break_costs_its_standstill_and_the_steps_that_are_made_again():
     assert found.device_hours == pytest.approx((10 * 1 + 2 * 0 + 130 * 4) / 3600, rel=0.1)
 
 
+def test_a_run_that_goes_back_by_itself_makes_steps_again():
+    back = of("rank-0", 90.0, "rewind", step=48, to_step=40)
+    found = timeline([*BEGUN, back, of("exchange", 95.0, "state_taken", rounds=3)], 150.0, step_s=1.5)
+    assert found.lost_s == found.costs_s[3] == 8 * 1.5
+    assert in_words(back) == ("went back from step 48 to 40", "yellow")
+
+
 def test_a_run_that_could_not_say_that_it_ended_ended_with_its_last_sign_of_life():
     again = [of("coordinator", 500.0, "coordinator_started", replaces=False), of("rank-0", 510.0, "start", step=5)]
     found = timeline([*BEGUN, *again], 520.0, 1.0, np.array([30.0, 31.0, 512.0]))

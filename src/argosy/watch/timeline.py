@@ -116,6 +116,14 @@ CAUSES = ("worker_died", "killed", "stopped", "frozen", "hang", "stuck_loader", 
 """Events that explain a break that follows them."""
 CAUSE_S = 120.0
 """An event explains a break if it is no older."""
+WENT_BACK = ("rewind", "state_taken")
+"""Events of a run that goes back by itself, from `step` to `to_step`."""
+
+
+def steps_gone_back(event: Mapping[str, Any]) -> int:
+    """Return the steps that are made again after one of WENT_BACK."""
+    step, to_step = event.get("step"), event.get("to_step")
+    return max(0, step - to_step) if isinstance(step, int) and isinstance(to_step, int) else 0
 
 
 @dataclass
@@ -206,6 +214,8 @@ class _Walk:
             self._cause = None
         elif kind == "recovered":
             self._lose(index, event)
+        elif kind in WENT_BACK:
+            self._lose(index, {"steps_lost": steps_gone_back(event)})
         elif kind == "server_died" and self._phase == "training":
             self._enter("recovery", time_s)
             self._break, self._lost_steps = index, 0
@@ -323,7 +333,7 @@ EVENT_WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "coordinator_lost": (NOTE_STYLE, lambda e: f"the coordinator was lost: {e['why']}"),
     "bad_step": (NOTE_STYLE, lambda e: f"step {e['step']} was bad ({e['reason']}): {e['outcome']}"),
     "transient": (NOTE_STYLE, lambda e: f"step {e['step']} looked bad, and was fine when it was repeated"),
-    "rewind": (NOTE_STYLE, lambda e: f"went back to step {e['step']}"),
+    "rewind": (NOTE_STYLE, lambda e: f"went back from step {e['step']} to {e['to_step']}"),
     "corruption": (BAD_STYLE, lambda e: f"replicas differ at step {e['step']}: {e['outcome']}"),
     "gradient_corrupt": (BAD_STYLE, lambda e: f"rank {e['rank']} computed a wrong gradient at step {e['step']}"),
     "collective_corrupt": (BAD_STYLE, lambda e: f"a sum of gradients was wrong at step {e['step']}"),

@@ -105,6 +105,8 @@ def test_the_wall_time_is_split_without_a_rest():
         "starting and the rest": 0,
     })  # fmt: skip
     assert (found.wall_s, found.useful_s, found.goodput) == (1650, 1000, pytest.approx(1000 / 1650))
+    back = spent(lasting([event("rewind", 400.0, step=48, to_step=40)]))
+    assert back is not None and back.parts["made again"] == pytest.approx(8)
     rest = spent(lasting(stood_s=50.0))
     assert rest is not None and rest.parts["starting and the rest"] == pytest.approx(50)
 

@@ -16,6 +16,7 @@ from argosy.watch.facts import Event, RunFacts
 from argosy.watch.rules.planner import Advice, Planner, is_enough
 from argosy.watch.rules.ranks import agent_of, listed, node_of
 from argosy.watch.rules.stops import Outage, failures, rates_of
+from argosy.watch.timeline import WENT_BACK, steps_gone_back
 
 DEATHS_IN_DOUBT = 2
 """A node on which so many processes died is in doubt."""
@@ -107,9 +108,10 @@ def spent(facts: RunFacts) -> WallTimeSplit | None:
     if not len(facts) or not facts.wall_s > 0 or not useful_s > 0:
         return None
     found = failures(facts)
+    made_again = sum(outage.steps_lost for outage in found) + sum(map(steps_gone_back, facts.of(*WENT_BACK)))
     parts = {
         "stopped": sum(outage.stood_s for outage in found),
-        "made again": sum(outage.steps_lost for outage in found) * _step_s(facts),
+        "made again": made_again * _step_s(facts),
         "checkpoints": facts.mean_s("checkpoint", whole) * len(facts),
         "evaluation": facts.mean_s("evaluate", whole) * len(facts),
         "checks": facts.mean_s("check", whole) * len(facts),
