@@ -93,6 +93,8 @@ def test_paths_of_a_file_start_at_the_file(run_file, tmp_path, monkeypatch):
     assert run.data.prepare.out == tmp_path / "data/prepared"
     assert run.data.prepare.chat_template == f"{tmp_path}/chat.jinja"
     assert load(run_file('data.prepare.chat_template = "chatml"')).data.prepare.chat_template == "chatml"
+    for remote, there in (("copies", f"{tmp_path}/copies"), ("s3://bucket/g", "s3://bucket/g"), ("", "")):
+        assert load(run_file(f'checkpoint.remote = "{remote}"')).checkpoint.remote == there
 
 
 def test_paths_of_presets_and_overrides_start_in_the_current_folder(run_file, tmp_path, monkeypatch):

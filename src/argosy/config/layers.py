@@ -160,7 +160,7 @@ def _settled(key: Key, value: object, folder: Path) -> object:
         case ("data", "prepare", "chat_template"), str() if Path(value).suffix:  # the name of a built-in one has none
             return _absolute(value, folder)
     is_path = key in key_fields(RunConfig) and value_type(key_fields(RunConfig)[key]) is Path
-    return _absolute(value, folder) if is_path else value
+    return _absolute(value, folder) if is_path or (key == ("checkpoint", "remote") and value) else value
 
 
 def _settled_stage(stage: object, folder: Path) -> object:
