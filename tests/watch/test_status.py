@@ -137,9 +137,11 @@ def test_a_run_that_paused_is_told_to_go_on_beyond_the_pause(run: RunFolder) -> 
     assert status(run.path).next.command.endswith(" --train.pause-at 0")
 
 
-def test_a_reward_model_that_is_done_is_not_asked_for_text(finished: RunFolder) -> None:
-    (finished.path / "run.toml").write_text('train.objective = "reward"\nmodel.score = true\n')
-    assert status(finished.path).next.command == f"argosy evaluate {finished.path}"
+@pytest.mark.parametrize("objective, use", [("reward", "evaluate"), ("dpo", "chat"), ("pretrain", "generate")])
+def test_what_is_done_is_tried_as_it_was_trained(finished: RunFolder, objective: str, use: str) -> None:
+    score = "true" if objective == "reward" else "false"
+    (finished.path / "run.toml").write_text(f'train.objective = "{objective}"\nmodel.score = {score}\n')
+    assert status(finished.path).next.command == f"argosy {use} {finished.path}"
 
 
 def test_a_reward_model_is_told_of_by_its_accuracy(run: RunFolder) -> None:

@@ -292,9 +292,10 @@ def next_action(reader: RunReader, alerts: list[Alert], advice: Iterable[Advice]
     """Return what is to be done now: by the run's state, else its gravest alert, else the advice that counts most."""
     folder = shlex.quote(str(reader.folder))
     again = _resume(reader)
-    gives_scores = reader.run is not None and reader.run.model.score
+    uses = {"pretrain": "generate", "reward": "evaluate"}  # as `argosy train` says at its end
+    use = uses.get(reader.run.train.objective, "chat") if reader.run is not None else "generate"
     states = {
-        "finished": ("It is done: try it.", f"argosy {'evaluate' if gives_scores else 'generate'} {folder}"),
+        "finished": ("It is done: try it.", f"argosy {use} {folder}"),
         "stopped": ("The same command goes on from what is saved.", again),
         "dead": ("Its processes are gone. The same command goes on from what is saved.", again),
         "failed": ("Mend what the reason says; then the same command goes on.", again),
