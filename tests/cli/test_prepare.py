@@ -115,5 +115,7 @@ def test_conversations_are_shown_with_what_is_learned_of_them(prepared, capsys, 
     assert f"{prepare.GREEN_STYLE}no<|im_end|>{prepare.RESET_STYLE}" in capsys.readouterr().out
     with pytest.raises(UserError, match="--show 3 prints conversations: say what they are for"):
         prepare.main(["my text.txt", "--out", "other", "--show", "3"])
+    with pytest.raises(UserError, match="--seq-len 64 is of conversations: say what they are for"):
+        prepare.main(["my text.txt", "--out", "other", "--seq-len", "64"])
     with pytest.raises(UserError, match="data holds text, and no conversations"):
         prepare.main(["--out", "data", "--verify", "--show", "3"])

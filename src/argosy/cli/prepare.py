@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare(options: Options, config: Positional) -> None:
-    _check_show(options, config)
+    _check_conversations(options, config)
     if options.dry_run:
         show_dry_run(_would(options, config), options.json)
         return
@@ -138,13 +138,16 @@ def _prepare(options: Options, config: Positional) -> None:
         _show(folder, options.show)
 
 
-def _check_show(options: Options, config: Positional) -> None:
+def _check_conversations(options: Options, config: Positional) -> None:
     if options.show < 0:
         raise UserError(f"--show {options.show}: give the number of conversations to print, e.g. --show 3.")
     if options.show and options.json:
         raise UserError("--show prints text, and --json nothing but JSON. Leave one of them out.")
     if options.show and not (config.has_conversations or options.verify):
         raise UserError(f"--show {options.show} prints conversations: say what they are for, e.g. --objective sft.")
+    for key in () if config.has_conversations else ("seq_len", "chat_template"):
+        if value := getattr(config, key):
+            raise UserError(f"{key} = {value} is of conversations: say what they are for, e.g. --objective sft.")
 
 
 def _show(folder: Path, count: int) -> None:
