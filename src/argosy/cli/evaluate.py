@@ -21,6 +21,9 @@ from argosy.inference.plans import plan_named
 from argosy.observe.report import task_in_words
 from argosy.observe.terminal import told_if_long
 
+TOKENS_SCORED = 1_000_000
+"""Tokens of held-out text that are read, if nothing is asked for."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -29,7 +32,7 @@ class Options:
     """A folder that `argosy prepare` wrote; the run's own data if not given."""
     split: Literal["train", "validation"] = "validation"
     """Split of the data."""
-    max_tokens: WholeCount = 1_000_000
+    max_tokens: WholeCount = TOKENS_SCORED
     """Largest number of tokens to read."""
     seq_len: WholeCount | None = None
     """Tokens per window, data.seq_len of the run if not given; of a task its longest question, else the context."""
@@ -62,8 +65,12 @@ def main(argv: list[str]) -> None:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
     plan = plan_named(options.plan)
     must_be_folder_or_url(options.path)
-    if options.tasks and (options.data is not None or options.split != "validation"):
-        raise UserError("--data and --split are for held-out text, and --tasks have data of their own. Leave them out.")
+    of_text = (options.data, options.split, options.max_tokens)
+    if options.tasks and of_text != (None, "validation", TOKENS_SCORED):
+        raise UserError(
+            "--data, --split and --max-tokens are for held-out text, and --tasks have data of their own. Leave them "
+            "out; --task-limit takes a part of these."
+        )
     if not options.tasks and (options.task_limit or options.fewshot is not None):
         raise UserError("--task-limit and --fewshot are of --tasks. Name the tasks, or leave them out.")
     measured = _tasks if options.tasks else _held_out_text
