@@ -201,8 +201,9 @@ def test_rows_of_another_length_are_refused(config: PrepareConfig) -> None:
     prepare(config)
     with pytest.raises(UserError, match=f"were packed into rows of {SEQ_LEN} tokens. Set data.seq_len = {SEQ_LEN}"):
         TokenSource(config.out).windows(32)
-    with pytest.raises(UserError, match="prepared already, with other options"):
-        prepare(config.model_copy(update={"seq_len": 32}))
+    for other, said in (({"seq_len": 32}, "seq_len = 96 there"), ({"objective": None}, "rows = conversations there")):
+        with pytest.raises(UserError, match=rf"prepared already, with other options \({said}"):
+            prepare(config.model_copy(update=other))
 
 
 def test_parquet_holds_conversations(config: PrepareConfig, tmp_path: Path) -> None:

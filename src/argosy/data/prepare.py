@@ -347,7 +347,7 @@ def _is_prepared(out: Path) -> bool:
 
 def _load_prepared(out: Path, options: dict[str, Any], extend: ExtendConfig) -> Manifest:
     manifest = Manifest.load(out)
-    there = manifest.options
+    there, options = manifest.options, {"rows": None, **options}  # text has no rows
     changed = [key for key, value in options.items() if there.get(key) != value]
     # Nothing was put before documents earlier.
     changed = [key for key in changed if key != BEGIN_OPTION or key in there]
