@@ -103,6 +103,8 @@ def test_each_prompt_has_the_answer_of_the_next_document_too(tokenizer: Path) ->
     batch = ChatEncoder(tokenizer, 16, 0.0, has_mismatched=True).encode(texts)
     expected = "|user hi model YOU ?user hi model BYE", "|user now model BYE ?user now model YOU"
     assert shown(batch.tokens) == " ".join(expected).split()
+    alone = ChatEncoder(tokenizer, 16, 0.0, has_mismatched=True).encode(texts[:1])
+    assert shown(alone.tokens) == ["|user", "hi", "model", "YOU"]  # its own answer is no other's
 
 
 def test_a_message_that_spells_a_special_token_is_refused() -> None:

@@ -69,7 +69,7 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Path, seq_len: int, validation_fraction: float, has_mismatched: bool = False):
-        """has_mismatched: each unit has the answer of the next document as well, which KTO needs."""
+        """has_mismatched: each unit has the answer of the batch's next document as well, which KTO needs."""
         self._has_mismatched = has_mismatched
         self._engine = HuggingFaceTokenizer.from_file(str(tokenizer))
         self._engine.no_truncation()
@@ -89,7 +89,7 @@ class ChatEncoder:
         units, sizes, held_out = [np.empty(0, np.int32)], [], []
         sides = [[(part, next(encoded)) for part in document] for document in documents]
         for number, (text, parts) in enumerate(zip(texts, sides, strict=True)):
-            others = sides[(number + 1) % len(sides)] if self._has_mismatched else []
+            others = sides[(number + 1) % len(sides)] if self._has_mismatched and len(sides) > 1 else []
             unit, size = self._unit(parts, others)
             if unit is not None:
                 units.append(unit)
