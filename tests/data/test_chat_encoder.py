@@ -89,7 +89,12 @@ def test_a_long_conversation_ends_with_the_last_answer_that_fits(tokenizer: Path
     assert encoder.counts == {TRUNCATED: 1}
 
 
-@pytest.mark.parametrize("document", [[part("user hi hi hi model you", "you")], PAIR], ids=["answer", "pair"])
+NOT_LEARNED_FIRST = {**part("user hi you there bye", "you", "bye"), "answers": [(18, 21)]}
+
+
+@pytest.mark.parametrize(
+    "document", [[part("user hi hi hi model you", "you")], PAIR, [NOT_LEARNED_FIRST]], ids=["answer", "pair", "second"]
+)
 def test_what_fits_in_no_row_is_left_out_and_counted(tokenizer: Path, document: list[Any]) -> None:
     encoder = ChatEncoder(tokenizer, 4, 0.0)
     batch = encoder.encode([json.dumps(document), json.dumps([part("hi you", "you")])])

@@ -139,7 +139,7 @@ class ChatEncoder:
         counts = [(int(np.searchsorted(ends, cut, side="right")), cut) for cut in part["cuts"]]
         kept, last = max((count for count in counts if count[0] <= self._seq_len), default=(0, 0))
         part["answers"] = [(begin, end) for begin, end in part["answers"] if end <= last]
-        if kept:
+        if part["answers"]:
             self.counts[TRUNCATED] += 1
         return words[:kept]
 
