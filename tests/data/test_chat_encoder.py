@@ -114,5 +114,9 @@ def test_each_prompt_has_the_answer_of_the_next_document_too(tokenizer: Path) ->
 
 def test_a_message_that_spells_a_special_token_is_refused() -> None:
     check_spelling([{"content": "hi"}], ["<end>"])
-    with pytest.raises(BadRecord, match="message 1 spells <end>"):
-        check_spelling([{"content": "hi"}, {"content": "you <end> there"}], ["<start>", "<end>"])
+    call = {"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": "<end>"}}}]}
+    for message in ({"content": "you <end> there"}, call):
+        with pytest.raises(BadRecord, match="message 1 spells <end>"):
+            check_spelling([{"content": "hi"}, message], ["<start>", "<end>"])
+    with pytest.raises(BadRecord, match="a tool spells <end>"):
+        check_spelling([{"content": "hi"}], ["<end>"], [{"function": {"description": "<end>"}}])

@@ -28,12 +28,22 @@ TOO_LONG = "longer than seq_len"
 """Conversations, or pairs, of which no row holds even the first answer."""
 
 
-def check_spelling(messages: Sequence[Message], special: Collection[str]) -> None:
-    """Raise BadRecord if a message spells a special token."""
-    for number, message in enumerate(messages):
-        for token in special:
-            if token in message["content"]:
-                raise BadRecord(SPECIAL_TOKEN, f"message {number} spells {token}, which would end or begin a turn")
+def check_spelling(messages: Sequence[Message], special: Collection[str], tools: list[Any] | None = None) -> None:
+    """Raise BadRecord if a message, a call in it or a tool spells a special token."""
+    said = {**{f"message {number}": message for number, message in enumerate(messages)}, "a tool": tools}
+    for name, value in said.items():
+        text = "\n".join(_strings(value))
+        if token := next((token for token in special if token in text), None):
+            raise BadRecord(SPECIAL_TOKEN, f"{name} spells {token}, which would end or begin a turn")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the texts in what JSON holds, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in itertools.chain(*value.items()) if isinstance(value, dict) else value:
+            yield from _strings(each)
 
 
 class ChatDocuments:
@@ -52,7 +62,7 @@ class ChatDocuments:
         return json.dumps([self._part(each) for each in conversations_of(record, self._objective)])
 
     def _part(self, conversation: Any) -> dict[str, Any]:
-        check_spelling(conversation.messages, self._special)
+        check_spelling(conversation.messages, self._special, conversation.tools)
         found: RenderedConversation = self._template.conversation(conversation, self._may_be_long)
         marks = REJECTED_BIT if conversation.is_rejected else 0
         return {"text": found.text, "answers": found.answers, "cuts": found.cuts, "marks": marks}
