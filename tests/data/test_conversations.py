@@ -28,6 +28,8 @@ TOOL = {"role": "tool", "content": "2"}
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "1+1=?"}]}, ANSWER]},
         {"messages": '[{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]'},
         {"prompt": "1+1=?", "completion": "2"},
+        {"prompt": "1+1=?", "completion": "2", "messages": None},  # a table has a column for each form
+        {"messages": [{"role": None, "from": "human", "content": None, "value": "1+1=?"}, ANSWER]},
         {"prompt": [USER], "completion": [ANSWER]},
     ],
     ids=str,

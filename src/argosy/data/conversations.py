@@ -68,9 +68,9 @@ def conversations_of(record: Record, objective: str) -> list[Conversation]:
 
 def _one(record: Record, tools: list[Any] | None) -> Conversation:
     for name in ("messages", "conversations", "conversation"):
-        if name in record:
+        if record.get(name) is not None:  # a table has a column for each form that one of its rows has
             return _whole(messages_of(record[name], name), tools, 0, name)
-    if "prompt" in record and "completion" in record:
+    if record.get("prompt") is not None and record.get("completion") is not None:
         prompt = _side(record["prompt"], "prompt", "user")
         whole = prompt + _side(record["completion"], "completion", "assistant")
         return _whole(whole, tools, len(prompt), "completion")
@@ -87,7 +87,7 @@ def _judged(record: Record, tools: list[Any] | None) -> Conversation:
 
 
 def _pair(record: Record, tools: list[Any] | None) -> list[Conversation]:
-    if "chosen" not in record or "rejected" not in record:
+    if record.get("chosen") is None or record.get("rejected") is None:
         raise BadRecord(NO_CONVERSATION, f"no chosen and rejected; it has {names_in(record)}")
     prompt = _side(record["prompt"], "prompt", "user") if record.get("prompt") else []
     sides = [_side(record[name], name, "assistant" if prompt else "") for name in ("chosen", "rejected")]
@@ -125,11 +125,12 @@ def messages_of(value: Any, name: str) -> list[Message]:
 def _message(given: Any, where: str) -> Message:
     if not isinstance(given, dict):
         raise BadRecord(NO_CONVERSATION, f"{where} is {a_kind(given)}, not a message")
+    given = {key: value for key, value in given.items() if value is not None}
     said = given.get("role", given.get("from"))
     role = ROLE_NAMES.get(said) if isinstance(said, str) else None
     if role is None:
         raise BadRecord(ROLES, f"{where} has the role {str(said)[:40]!r}; it must be user, assistant, system or tool")
-    message = {key: value for key, value in given.items() if key not in ("from", "value") and value is not None}
+    message = {key: value for key, value in given.items() if key not in ("from", "value")}
     content = _text(given.get("content", given.get("value")), where)
     if role == "assistant" and not content.strip() and not given.get("tool_calls"):
         raise BadRecord(NO_ANSWER, f"{where} says nothing")
