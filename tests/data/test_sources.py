@@ -175,6 +175,8 @@ def test_prepared_data_are_refused_as_input_and_left_out_of_a_folder_around_them
     with pytest.raises(UserError, match=r"input = \S+mine: this folder holds prepared data"):
         find_files([str(prepared)])
     assert names(tmp_path) == ["a.md"]
+    (prepared / "manifest.json").rename(prepared / "prepare.journal")  # as if it was interrupted
+    assert names(tmp_path) == ["a.md"]
 
 
 SUMS = "def f(argument):\n    for i in range(int(argument or 300)): yield f'{i} and {i} are {i + i}'\n"

@@ -20,14 +20,12 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.data.documents import InputPiece, Tally
-from argosy.data.manifest import SHARD_FILES, Shard, SplitName
+from argosy.data.manifest import CUTTING_JOURNAL, SHARD_FILES, Shard, SplitName
 from argosy.data.packing import Packer, packs_of
 from argosy.data.shards import ShardWriter
 from argosy.data.sources import InputFile
 from argosy.data.tokenizer import EncodedBatch
 from argosy.files import PARTIAL, atomic_write, sync
-
-CUTTING_JOURNAL = "prepare.journal"
 
 
 @dataclass(frozen=True)

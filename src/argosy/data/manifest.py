@@ -29,6 +29,8 @@ DATA_MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 """The chat template that conversations were written with."""
+CUTTING_JOURNAL = "prepare.journal"
+"""The file of a folder that is being prepared."""
 BEGIN_OPTION = "begin"
 """Option: the tokens that each document begins with."""
 

@@ -20,7 +20,6 @@ import numpy as np
 from argosy.config.data import DataConfig, FiltersConfig, PrepareConfig, row_kind
 from argosy.config.extend import ExtendConfig
 from argosy.config.launch import LaunchOptions
-from argosy.data import cutting as journals
 from argosy.data import manifest as manifests
 from argosy.data.chat_template import ChatTemplate
 from argosy.data.crew import Meter, PrepareProgress, Report, Workers
@@ -366,7 +365,7 @@ def _open_journal(
 ) -> Journal:
     """Return the journal of an interrupted `prepare` of the same input, or a new one."""
     out = config.out
-    if not (out / journals.CUTTING_JOURNAL).exists() and any(out.glob("*.bin")):
+    if not (out / manifests.CUTTING_JOURNAL).exists() and any(out.glob("*.bin")):
         raise UserError(
             f"out = {out}: holds .bin files that `prepare` did not write. Choose another `out`, delete {out}, or take "
             f"them over: argosy prepare {out} --adopt --tokenizer tokenizer.json"

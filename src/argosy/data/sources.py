@@ -17,6 +17,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
+from argosy.data.manifest import CUTTING_JOURNAL
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.errors import UserError, a_kind, near_names
 from argosy.extend.declared import CodeFile
@@ -194,6 +195,7 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
                 f"input = {item}: this folder holds prepared data, which are tokens already. Name it in data.sources, "
                 "or give the text that it was made of."
             )
+        prepared |= {file.rpartition("/")[0] for file in found if file.endswith(f"/{CUTTING_JOURNAL}")} - {path}
         found = {
             name: info
             for name, info in found.items()
