@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -46,6 +47,14 @@ def test_a_run_in_epochs_has_the_fewest_steps_that_read_so_much(corpus, epochs):
     assert len(set(visited.windows.tolist())) >= min(windows, epochs * windows)
     assert resolve(run, QUIET)[0] == run  # as it stands in run.toml
     assert with_known_length(asked).train.steps == steps  # nothing was to be prepared
+
+
+def test_epochs_are_the_number_that_is_written(corpus):
+    data = resolve(run_config(corpus), QUIET)[1].sources[0]
+    seq_len = next(n for n in range(8, 99) if math.ceil(1.1 * data.windows(n)) > -(-11 * data.windows(n) // 10))
+    train = {"steps": 0, "epochs": 1.1, "global_batch": 1}
+    run, _ = resolve(run_config(corpus, train=train, data={"seq_len": seq_len}), QUIET)
+    assert run.train.steps == -(-11 * data.windows(seq_len) // 10)
 
 
 def test_epochs_are_refused_beside_other_steps_or_in_a_mixture(corpus, other):

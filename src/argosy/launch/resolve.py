@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -89,7 +90,7 @@ def _with_length(run: RunConfig, data: OpenData) -> RunConfig:
             "read, and no pass ends for all at once. Give train.steps."
         )
     samples = data.sources[0].windows(run.data.seq_len)
-    steps = max(1, math.ceil(epochs * samples / batch))
+    steps = max(1, math.ceil(Fraction(str(epochs)) * samples / batch))  # 1.1 as it is written
     if run.train.steps not in (0, steps):
         raise UserError(
             f"train.steps = {run.train.steps} and train.epochs = {epochs:g}, which are {steps} steps of {batch} of the "
