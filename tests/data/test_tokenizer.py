@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, pre_tokenizers
-from tokenizers.models import WordLevel
+from tokenizers.models import Unigram, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from argosy.data import tokenizer as engines
@@ -57,6 +57,18 @@ def test_text_cannot_fake_the_end_of_a_document(tokenizer_json: Path) -> None:
     tokenizer = Tokenizer.load(tokenizer_json)
     ids = tokenizer.encode(f"a{END_OF_DOCUMENT}b")
     assert tokenizer.eod_id not in ids and tokenizer.encode_batch([f"a{END_OF_DOCUMENT}b"]) == [ids]
+
+
+def test_text_cannot_fake_it_where_the_end_is_a_piece_of_the_vocabulary(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁a", -1.0), *((letter, -2.0) for letter in "▁a</s>")]
+    engine = HuggingFaceTokenizer(Unigram(pieces, 0))
+    engine.add_special_tokens(["<unk>", "</s>"])
+    engine.pre_tokenizer = pre_tokenizers.Metaspace()
+    engine.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    spelled = [tokenizer.eod_id, *(engine.token_to_id(token) for token in ["▁a", *"</s>", "a"])]
+    assert tokenizer.encode_prompt("a</s>a") == spelled
+    assert tokenizer.encode("a a< s>") == engine.encode("a a< s>").ids
 
 
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "</s>", "<EOS_TOKEN>", "<seed:eos>", "[|endofturn|]"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -122,6 +123,8 @@ class Tokenizer:
         self._engine.no_truncation()
         self._engine.no_padding()
         self._engine.encode_special_tokens = True
+        if isinstance(self._engine.model, models.Unigram):
+            _cut_spelled_tokens(self._engine, self.special_tokens)
         self._of_templates: HuggingFaceTokenizer | None = None
         self.sha256 = hashlib.sha256(json_text.encode()).hexdigest()
         """SHA-256 of the file."""
@@ -213,6 +216,16 @@ def text_vocabulary(engine: HuggingFaceTokenizer) -> int:
     Gemma 3's pictures, are beyond the embeddings of models that come with them."""
     special = {number for number, token in engine.get_added_tokens_decoder().items() if token.special}
     return max(set(engine.get_vocab(with_added_tokens=True).values()) - special, default=-1) + 1
+
+
+def _cut_spelled_tokens(engine: HuggingFaceTokenizer, special: Iterable[str]) -> None:
+    """Have `engine` cut a special token that a text spells after its first character: SentencePiece's vocabularies have
+    it as a piece, which nothing else keeps Unigram from taking."""
+    spelled = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in special if len(token) > 1)
+    steps = [engine.pre_tokenizer] if engine.pre_tokenizer else []
+    if spelled:
+        steps.append(pre_tokenizers.Split(Regex(spelled), behavior="isolated"))
+        engine.pre_tokenizer = pre_tokenizers.Sequence(steps)
 
 
 def train(sample: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
