@@ -45,6 +45,11 @@ def test_items_keep_their_order_and_globs_are_sorted(tree: Path) -> None:
     assert names(tree / "b.txt", tree / "*.*", tree / "**/*.gz") == ["b.txt", "a.md", "b.txt", "c.jsonl.gz"]
 
 
+def test_hidden_files_are_in_no_glob_that_does_not_name_them(tree: Path) -> None:
+    assert names(tree / "**") == ["a.md", "b.txt", "c.jsonl.gz", "d.PARQUET"]
+    assert names(tree / ".git" / "*", tree / "*" / ".h*.txt") == ["x.txt", ".hidden.txt"]
+
+
 def test_file_named_itself_may_have_any_suffix(tree: Path) -> None:
     assert names(tree / "sub/image.png") == ["image.png"]
 
@@ -174,7 +179,7 @@ def test_prepared_data_are_refused_as_input_and_left_out_of_a_folder_around_them
     (tmp_path / "a.md").write_text("text")
     with pytest.raises(UserError, match=r"input = \S+mine: this folder holds prepared data"):
         find_files([str(prepared)])
-    assert names(tmp_path) == ["a.md"]
+    assert names(tmp_path) == names(tmp_path / "**") == ["a.md"]
     (prepared / "manifest.json").rename(prepared / "prepare.journal")  # as if it was interrupted
     assert names(tmp_path) == ["a.md"]
 

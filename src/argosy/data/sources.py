@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import chain, islice, repeat
+from itertools import chain, islice, repeat, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -188,24 +188,27 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
     if fs.isfile(path):
         return Input([_file(fs, path, fs.info(path))], [])
     if fs.isdir(path):
-        found, what = fs.find(path, detail=True), "folder"
-        prepared = _prepared(found)
-        if path.rstrip("/") in prepared:
-            raise UserError(
-                f"input = {item}: this folder holds prepared data, which are tokens already. Name it in data.sources, "
-                "or give the text that it was made of."
-            )
-        prepared |= {file.rpartition("/")[0] for file in found if file.endswith(f"/{CUTTING_JOURNAL}")} - {path}
-        found = {
-            name: info
-            for name, info in found.items()
-            if not _is_hidden(name, path) and not any(name.startswith(f"{folder}/") for folder in prepared)
-        }
+        found, what, root = fs.find(path, detail=True), "folder", path
     elif _has_wildcard(path):
         found, what = fs.glob(path, detail=True), "glob"
+        root = str(PurePosixPath(*takewhile(lambda part: not _has_wildcard(part), PurePosixPath(path).parts)))
     else:
         raise FileNotFoundError(path)
-    files = [_file(fs, name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
+    prepared = _prepared(found)
+    if path.rstrip("/") in prepared:
+        raise UserError(
+            f"input = {item}: this folder holds prepared data, which are tokens already. Name it in data.sources, "
+            "or give the text that it was made of."
+        )
+    prepared |= {file.rpartition("/")[0] for file in found if file.endswith(f"/{CUTTING_JOURNAL}")} - {path}
+    names_hidden = "/." in path[len(root) :]
+    files = [
+        _file(fs, name, info)
+        for name, info in sorted(found.items())
+        if info["type"] == "file"
+        and (names_hidden or not _is_hidden(name, root))
+        and not any(name.startswith(f"{folder}/") for folder in prepared)
+    ]
     if what == "glob" and files and not _has_wildcard(PurePosixPath(path).name):
         return Input(files, [])
     known = {*TEXTS, *RECORDS, *(f".{extension.lower().lstrip('.')}" for extension in extensions)}
