@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from argosy.config.data import PrepareConfig
 from argosy.config.extend import ExtendConfig
 from argosy.data import prepare as module
+from argosy.data import worker
 from argosy.data.crew import PrepareProgress
 from argosy.data.documents import InputPiece
 from argosy.data.manifest import DATA_MANIFEST, TOKENIZER, Manifest, verify
@@ -23,7 +25,7 @@ from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
 from argosy.data.sources import find_files
 from argosy.data.tokenizer import Tokenizer, train
-from argosy.data.work import WORK_FOLDER, WorkFolder, WorkState
+from argosy.data.work import WORK_FOLDER, Chunk, WorkFolder, WorkState
 from argosy.data.worker import TOKENS_OUTPUT, PrepareJob
 from argosy.engines.engine import Job
 from argosy.engines.local import Local
@@ -369,3 +371,21 @@ def test_a_worker_on_a_full_disk_ends_without_a_traceback(tmp_path: Path) -> Non
         [sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, timeout=PATIENT_S, check=False
     )
     assert (done.returncode, done.stderr) == (os.EX_IOERR, "")
+
+
+def test_a_worker_of_a_job_that_another_has_taken_the_place_of_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = WorkFolder(tmp_path / "work")
+
+    def make(*_: object) -> Iterator[Chunk]:
+        folder.make({"fingerprint": "of other options"}, [], [])
+        folder.say(WorkState("another"))
+        yield Chunk({}, {}, 0, True)
+
+    folder.make({"fingerprint": ""}, [], [])
+    folder.say(WorkState("caller", stage=TOKENS_OUTPUT, tasks=1, ahead=1))
+    monkeypatch.setattr(worker, "stages_of", lambda *_: SimpleNamespace(make=make))
+    monkeypatch.setattr(worker.PrepareWorker, "_beat", lambda _: None)
+    assert worker.PrepareWorker(folder, "worker").run() == "another call goes on with the work"
+    assert list((folder.path / "results").iterdir()) == []

@@ -338,17 +338,26 @@ class PrepareWorker:
             self._stages = self._stages or stages_of(self._folder, self._count)
             chunk, start = missing
             for made in self._stages.make(task, now.tasks, start):
+                if not self._is_called():
+                    return
                 self._folder.write(task, chunk, made, self._name)
                 chunk, self._text_bytes = chunk + 1, 0
-        except ArgosyError as error:
-            self._folder.fail(task, type(error).__name__, str(error), self._name)
-        except OSError as error:  # errors of reading are UserErrors
-            self._folder.fail(task, "OSError", str(error), self._name)
         except Exception as error:
-            self._folder.fail(task, "Exception", f"{type(error).__name__}: {error}", self._name)
+            kind, why = type(error).__name__, str(error)
+            if isinstance(error, OSError):  # errors of reading are UserErrors
+                kind = "OSError"
+            elif not isinstance(error, ArgosyError):
+                kind, why = "Exception", f"{kind}: {why}"
+            if self._is_called():
+                self._folder.fail(task, kind, why, self._name)
         finally:
             self._text_bytes = 0
             self._folder.release(task)
+
+    def _is_called(self) -> bool:
+        """Return False if the caller is gone for another, whose job in this folder may be another too."""
+        state = self._folder.state()
+        return state is not None and state.caller == self._caller
 
     def _count(self, text_bytes: int) -> None:
         self._text_bytes += text_bytes
