@@ -218,17 +218,18 @@ def test_a_simulated_rank_allocates_and_sends_what_a_real_one_does(
 
 
 @pytest.mark.parametrize(
-    "model, plan, rank",
+    "model, plan, rank, optimizer",
     [
-        ("dense", "tp=2,dp_shard=4,dp_replicate=2,zero=3,precision=bf16", 5),
-        pytest.param("experts", "dp_shard=8,ep=4,zero=1", 3, marks=pytest.mark.slow),
-        pytest.param("tied", "pp=2,tp=2,dp_shard=2,zero=2,microbatch=2", 6, marks=pytest.mark.slow),
-        pytest.param("linear", "tp=2,cp=2,microbatch=2", 3, marks=pytest.mark.slow),
-        pytest.param("linear", "cp=4,context=ulysses,recompute=full,microbatch=2", 3, marks=pytest.mark.slow),
+        ("dense", "tp=2,dp_shard=4,dp_replicate=2,zero=3,precision=bf16", 5, "muon"),
+        pytest.param("experts", "dp_shard=8,ep=4,zero=1", 3, "adamw", marks=pytest.mark.slow),
+        pytest.param("tied", "pp=2,tp=2,dp_shard=2,zero=2,microbatch=2", 6, "adamw", marks=pytest.mark.slow),
+        pytest.param("linear", "tp=2,cp=2,microbatch=2", 3, "adamw", marks=pytest.mark.slow),
+        pytest.param("linear", "cp=4,context=ulysses,recompute=full,microbatch=2", 3, "adamw", marks=pytest.mark.slow),
     ],
 )
-def test_it_holds_and_sends_what_the_formulas_say(model: str, plan: str, rank: int) -> None:
-    layout, run = Plan.parse(plan), run_config(Path("no data"), model=MODELS[model])
+def test_it_holds_and_sends_what_the_formulas_say(model: str, plan: str, rank: int, optimizer: str) -> None:
+    layout = Plan.parse(plan)
+    run = run_config(Path("no data"), model=MODELS[model], optimizer={"kind": optimizer})
     trace = simulate_rank(layout, run, rank)
     state = state_bytes(layout, run, rank)
     assert (trace.before["parameters"], trace.before["optimizer"]) == (state.parameters, state.optimizer)

@@ -24,6 +24,8 @@ from argosy.errors import UserError
 from argosy.observe.wire import OperatorWatch, tensors_in
 from argosy.parallel.world import World, leave_world
 
+WITHOUT_META = (torch.ops.c10d.send.default, torch.ops.c10d.allgather_into_tensor_coalesced_.default)
+"""Messages that torch cannot send on fake tensors; the second is DTensor's gathering."""
 SOME_NUMBER = 1.0
 """The value of any floating-point number that is read: a loss, a gradient's norm."""
 
@@ -55,13 +57,13 @@ class FakeMemoryMode(FakeTensorMode):
                     "simulated. Try model.moe.capacity_factor = 0 or another plan."
                 )
             return SOME_NUMBER
-        if func is torch.ops.c10d.send.default:
+        if func in WITHOUT_META:
             return work_that_holds(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def work_that_holds(tensors: list[Tensor]) -> torch.ScriptObject:
-    """Return the boxed result of a send: as with a real one, the sent tensors stay alive as long as it does."""
+    """Return the boxed result of a message: as with a real one, its tensors stay alive as long as it does."""
     done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     done.set_result(tensors)
     return _create_work_from_future(done).boxed()
