@@ -91,6 +91,14 @@ def test_parameters_of_a_rank_are_those_of_the_exact_count(model, plan):
     assert float(np.squeeze(dense + experts + ends)) == pytest.approx(exact, rel=1e-3)
 
 
+@pytest.mark.parametrize(("plan", "padding"), [("dp_shard=8,ep=8,zero=1", 1), ("tp=8,ep=8", 1), ("dp_shard=96", 1.5)])
+def test_whole_experts_are_dealt_to_the_ranks_that_share_them(plan, padding):
+    """64 of them; the second is how other systems deal them, over tensor-parallel ranks."""
+    work = Workload.of(load(None, {"model.preset": "deepseek-v2-lite", "data.seq_len": 4096}))
+    found = RankSizes(Layouts.of([Plan.parse(plan)]), work, System(deals_experts=1)).expert_padding
+    assert float(np.squeeze(found)) == padding
+
+
 def test_sizes_of_many_plans_are_those_of_each():
     work = Workload.of(load(None, {"model.preset": "llama3-8b", "data.seq_len": 8192, "train.global_batch": 64}))
     plans = [Plan.parse(text) for text in ("tp=4,cp=2", "dp_shard=8,microbatch=4,precision=bf16")]

@@ -131,10 +131,15 @@ class RankSizes:
         return np.where(self.plans.is_("reduce", "bf16"), 2.0, self.system.reduced_bytes)
 
     @property
+    def expert_ranks(self) -> Numbers:
+        """Ranks that share one copy of the state of experts; those of other systems may be dealt over more axes."""
+        return np.maximum(1, self.plans.shares_state / self.plans.ep)
+
+    @property
     def expert_padding(self) -> Numbers:
         """Times the mean share of the experts' state that the rank with most has, and that all send: it is cut only
         between experts."""
-        ranks, here = self.plans.shares_experts, np.maximum(1, self.work.experts / self.plans.ep)
+        ranks, here = self.expert_ranks, np.maximum(1, self.work.experts / self.plans.ep)
         return np.where(self.system.deals_experts > 0, np.ceil(here / ranks) * ranks / here, 1.0)
 
     def parameters(self, layers: Numbers) -> tuple[Numbers, Numbers]:

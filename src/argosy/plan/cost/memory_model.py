@@ -260,7 +260,7 @@ class MemoryModel(LayerMemory):
 
     def _shared(self, dense: Numbers, experts: Numbers) -> Numbers:
         """Return a rank's part of the state of so many parameters (ZeRO)."""
-        return dense / self._shares_state + experts * self.expert_padding / self.plans.shares_experts
+        return dense / self._shares_state + experts * self.expert_padding / self.expert_ranks
 
     @cached_property
     def _shares_state(self) -> Numbers:

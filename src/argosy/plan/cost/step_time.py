@@ -198,7 +198,7 @@ class StepModel(WaitModel):
     def _parameters_here(self) -> Numbers:
         """Those of them whose state the rank has: the rank with most experts."""
         dense, experts = self.summed_parameters
-        return dense / self.plans.shares_state + experts * self.expert_padding / self.plans.shares_experts
+        return dense / self.plans.shares_state + experts * self.expert_padding / self.expert_ranks
 
     def _sum_s(self, message: Numbers) -> Numbers:
         """Return the seconds of one message's sum under ZeRO 0 to 2: inside replicas, and over them."""
