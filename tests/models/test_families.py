@@ -10,10 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from argosy.config.load import load
+from argosy.models import hf
+from argosy.models.decoder import Decoder
 from argosy.models.hf_config import config_from_json, config_to_json
-from drawn_families import DRAWN
+from argosy.models.initialize import materialize
+from drawn_families import DRAWN, draw_config
 from families_in_worlds import PLANS
 from family_cards import card_of, card_under_plans, plannable
+from transformers_models import load_theirs
 from workers import WorkerPool
 
 TOLERANCE = 1e-5
@@ -48,6 +52,21 @@ def test_under_every_plan_it_learns_as_in_a_plain_loop_of_transformers(family: s
     cards = card_under_plans(family, plannable(family, 0), workers)
     assert cards.keys() >= {"one process", *PLANS} - {"ep"}
     assert max(max(card.values()) for card in cards.values()) <= TOLERANCE, cards
+
+
+@pytest.mark.parametrize(
+    "family", ["cwm", "gemma3_text", "smollm3", "glm4", "phi3", "mimo_v2_flash", "laguna", "gemma4_text"]
+)
+def test_what_was_trained_here_alone_is_read_by_transformers(family: str, tmp_path: Path) -> None:
+    """Its class has special tokens beyond a small vocabulary, or windows, that no config.json of authors replaces."""
+    draw_config(family, lambda options: options[-1]).save_pretrained(tmp_path / "theirs")
+    config = hf.import_config(tmp_path / "theirs")
+    ours = Decoder(config)
+    materialize(ours, config, torch.device("cpu"), 0)
+    hf.export_folder(config, ours.state_dict(), tmp_path / "out", dtype=torch.float32, eod_id=0)
+    tokens = torch.randint(config.vocab_size, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(load_theirs(tmp_path / "out")(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
 
 
 PRESETS = (

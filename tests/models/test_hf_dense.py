@@ -42,6 +42,12 @@ def test_a_missing_key_is_what_transformers_takes(family: str) -> None:
         ("granite", "logit_scale", {"logits_scaling": 4.0}, 0.25),  # logits are divided
         ("cohere", "norms.place", {}, "parallel"),
         ("nemotron", "ffn_gate", {}, False),
+        (
+            "exaone4",
+            "attention.rotary_layers",
+            {"layer_types": ["full_attention"] * 8},
+            (False,),
+        ),  # as sliding_window is
         ("seed_oss", "attention_bias", {}, False),  # of the output, which has a key of its own
         ("seed_oss", "qkv_bias", {}, True),
     ],

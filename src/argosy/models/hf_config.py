@@ -57,6 +57,8 @@ SCORED = {
     for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe")
 }
 """Family -> the class of its reward models, which read the score at the last token that is no padding."""
+NEEDS_BOS = ("cwm",)
+"""Families whose class refuses null for the token that begins a text, and has one of its own."""
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 """The keys by which these know that they give one number."""
 HARMLESS = frozenset(
@@ -109,8 +111,9 @@ def config_to_json(
         family.act_key: family.hidden_act,
         "attention_dropout": 0.0,
         **rope_to_json(config, family),
-        "bos_token_id": None,
+        **({} if config.family in NEEDS_BOS else {"bos_token_id": None}),
         "eos_token_id": eod_id,
+        "pad_token_id": None,  # the class's own may be beyond the vocabulary
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
         **of_score,

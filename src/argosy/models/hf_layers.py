@@ -45,7 +45,7 @@ def layers_from_json(
         rotates = [bool(flag) for flag in given.get("no_rope_layers") or ()]
         rotates = rotates or [(layer + 1) % interval != 0 for layer in range(layers)]
         _check_length("no_rope_layers", rotates, layers, file)
-    elif family.rotates == "sliding" or (family.rotates == "sliding if any" and any(slides)):
+    elif family.rotates == "sliding" or (family.rotates == "sliding if any" and window):
         rotates = slides
     if not all(rotates):
         found["attention.rotary_layers"] = cycle_of(rotates)
@@ -108,7 +108,9 @@ def layers_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         )
     if family.windows is not None:
         if family.window_kind in theirs:
-            values[family.window_key] = attention.window or None
+            may_be_null = family.rotates == "sliding if any" or "use_sliding_window" in family.defaults
+            usual = None if may_be_null or not family.lists_layers else family.defaults.get(family.window_key)
+            values[family.window_key] = attention.window or usual
         if family.lists_layers:
             values["layer_types"] = [theirs[kind] for kind in kinds]
         if family.defaults.get("use_sliding_window") is not None:
@@ -241,7 +243,10 @@ def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
             whole, width = config.head_width, config.attention.rotary_width or config.head_width
             full["partial_rotary_factor"] = share_of(width, whole)
             sliding["partial_rotary_factor"] = share_of(config.attention.sliding_rotary_width or width, whole)
-        values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+        both = {"full_attention": full, "sliding_attention": sliding}
+        if "rope_parameters" in family.defaults:  # a class of transformers 5, which takes the other keys for these
+            return {"rope_parameters": both}
+        values["rope_parameters"] = both
         values["rope_local_base_freq"] = sliding["rope_theta"]
     return values
 
