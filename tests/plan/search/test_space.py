@@ -144,3 +144,11 @@ def test_a_proposal_for_a_large_cluster_takes_no_time_worth_mentioning(plan):
     proposed = nearest(Plan.parse(plan), large)
     assert time.process_time() - began < 2
     assert len(proposed) == 3 and all(other.world_size == 16384 for other in proposed)
+
+
+def test_that_there_is_no_proposal_at_all_is_soon_known():
+    """For 60060 devices there are 46,875 meshes: looked at one by one, they took two seconds."""
+    prime = run(train={"global_batch": 17}, model={"layers": 1})
+    began = time.process_time()
+    assert nearest(Plan(dp_shard=60060), prime) == []
+    assert time.process_time() - began < 1

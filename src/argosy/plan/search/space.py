@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,8 @@ RECOMPUTE = (("none", 1), ("selective", 2), ("selective", 1), ("full", 4), ("ful
 """Kinds of recompute, in every n-th layer, from least to most."""
 NEAREST = 3
 """Plans that are named in place of one that cannot be."""
+FIRST_LOOKED_AT = 64
+"""Plans, the nearest first, that are looked at together for those; then eight times as many, and so on."""
 FEWER_TRIED = 64
 """Numbers of nodes below the cluster's that are tried if there is no plan for all of them."""
 
@@ -322,25 +323,26 @@ def nearest(plan: Plan, run: RunConfig) -> list[Plan]:
     Of equally near plans, those that keep the microbatch come first, then those with more data parallelism, because it
     asks least of the model.
     """
-    sizes_here = tuple(getattr(plan, axis) for axis in MESH)
-
-    def distance(choice: tuple[Any, ...]) -> tuple[float, ...]:
-        *sizes, shares, layers = choice
-        doublings = sum(abs(math.log2(there / here)) for there, here in zip(sizes, sizes_here, strict=False))
-        _, dp_replicate, dp_shard, *_, microbatch = sizes
-        changes = microbatch != plan.microbatch, shares != plan.shares, layers != plan.layers
-        return round(doublings, 6), *changes, -dp_shard, -dp_replicate, *sizes
-
-    choices = (
-        (*sizes, ep, microbatch, shares, layers)
-        for sizes in factorizations(plan.world_size, len(MESH_AXES))
-        for ep in {1, plan.ep, *neighbours(plan.ep, divisors(max(1, run.model.moe.experts)))}
-        for microbatch in {1, plan.microbatch}
-        for shares in {"", plan.shares}
-        for layers in {"", plan.layers}
-    )
-    others = (
-        plan.model_copy(update=dict(zip((*MESH, "microbatch", "shares", "layers"), choice, strict=True)))
-        for choice in sorted(choices, key=distance)
-    )
-    return list(islice((other for other in others if first_problem(other, run) is None), NEAREST))
+    here, moe = Layouts.of([plan]), run.model.moe
+    others: dict[str, set[Any]] = {
+        "ep": {1, plan.ep, *neighbours(plan.ep, divisors(max(1, moe.experts)))},
+        "microbatch": {1, plan.microbatch},
+        "shares": {"", plan.shares},
+        "layers": {"", plan.layers},
+    }
+    axes = table_of(MESH_AXES, factorizations(plan.world_size, len(MESH_AXES)))
+    table = crossed(axes, *({key: column_of(key, sorted(values))} for key, values in others.items()))
+    plans = Layouts(**columns_of(here) | table)
+    doublings = sum(np.abs(np.log2(getattr(plans, axis) / getattr(here, axis))) for axis in MESH)
+    changes = [getattr(plans, key) != getattr(plan, key) for key in ("microbatch", "shares", "layers")]
+    sizes = [getattr(plans, key) for key in (*MESH, "microbatch")]
+    distance = [np.round(doublings, 6), *changes, -plans.dp_shard, -plans.dp_replicate, *sizes]
+    order = np.lexsort([np.broadcast_to(column, len(plans)) for column in reversed(distance)])
+    found: list[Plan] = []
+    first, many = 0, FIRST_LOOKED_AT
+    while first < len(order) and len(found) < NEAREST:
+        some = plans[order[first : first + many]]
+        legal = np.flatnonzero(~np.broadcast_to(breaks_any(some, run), len(some)))
+        found += [some.plan(int(row)) for row in legal[: NEAREST - len(found)]]
+        first, many = first + many, 8 * many
+    return found
