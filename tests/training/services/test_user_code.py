@@ -134,13 +134,14 @@ def test_a_metric_that_gives_text_is_switched_off_and_one_that_gives_nan_is_left
 def test_random_numbers_and_settings_are_put_back_and_that_is_said_once(trainer, tmp_path):
     text = (
         "@extend.callback('before_step')\ndef f(run):\n    torch.rand(3)\n    torch.set_default_dtype(torch.float64)\n"
+        "    torch.set_float32_matmul_precision('medium')\n"
     )
     made = trainer(extend=code(tmp_path, text))
     before = torch.get_rng_state()
     do_step(made)
     do_step(made)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_default_dtype() is torch.float32
+    assert torch.get_default_dtype() is torch.float32 and torch.get_float32_matmul_precision() == "highest"
     (event,) = events(tmp_path, "user_code")
     assert event["did"] == "changed torch's random numbers and settings of torch, which were put back"
 

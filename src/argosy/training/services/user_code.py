@@ -279,11 +279,13 @@ class SideEffectGuard:
                 set_random_state(generators[1], self._device)
             changed.append("torch's random numbers")
         if settings != self._settings():
-            dtype, is_deterministic, has_grad, threads = settings
+            dtype, is_deterministic, has_grad, threads, precision = settings
             torch.set_default_dtype(dtype)
             torch.use_deterministic_algorithms(is_deterministic)
             torch.set_grad_enabled(has_grad)
             torch.set_num_threads(threads)
+            if precision:
+                torch.set_float32_matmul_precision(precision)
             changed.append("settings of torch")
         return " and ".join(changed)
 
@@ -296,12 +298,13 @@ class SideEffectGuard:
         of_device = random_state(self._device)
         return [torch.get_rng_state()] if of_device is None else [torch.get_rng_state(), of_device]
 
-    def _settings(self) -> tuple[torch.dtype, bool, bool, int]:
+    def _settings(self) -> tuple[torch.dtype, bool, bool, int, str]:
         return (
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_grad_enabled(),
             torch.get_num_threads(),
+            _matmul_precision(),
         )
 
     def _versions(self) -> dict[str, tuple[int, ...]]:
@@ -313,3 +316,11 @@ class SideEffectGuard:
             key = piece.name if piece.name not in versions else f"{piece.name} (its copy)"
             versions[key] = (value.data_ptr(), value._version, *of_gradient)
         return versions
+
+
+def _matmul_precision() -> str:
+    """Return how fp32 matrices are multiplied; empty where backends were set apart, of which torch gives no name."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
