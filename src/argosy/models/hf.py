@@ -361,7 +361,7 @@ def _further_of(
 def _files_of(folder: ModelFolder) -> tuple[list[str], dict[str, str]]:
     """Return the files with a folder's weights, and which tensor the index says is where. Raises: UserError."""
     places, files = dict[str, str](), [HF_SINGLE]
-    if folder.size(HF_INDEX) is not None:
+    if folder.size(HF_SINGLE) is None and folder.size(HF_INDEX) is not None:  # else it was left by an earlier save
         places = _weight_map(
             table_of(folder.content(HF_INDEX, MOST_CONFIG_BYTES), folder.where(HF_INDEX)), folder.where(HF_INDEX)
         )
