@@ -51,6 +51,7 @@ def test_an_answer_ends_with_its_turn(model: LoadedModel) -> None:
     assert answer(chat, ("user", "hi")) == ("hello there", "stop")
     said = ("user", "hi"), ("assistant", "hello there"), ("user", "more")
     assert answer(chat, *said) == ("Größe 🙂 is all", "stop")
+    assert chat.prompt_of(messages(said[0], ("assistant", ""), said[2]))  # as clients send an answer cut off at once
 
 
 def test_the_end_of_a_turn_may_be_plain_text(model: LoadedModel, tmp_path: Path) -> None:

@@ -113,16 +113,16 @@ def _side(value: Any, name: str, role: str) -> list[Message]:
     return messages_of([value] if isinstance(value, dict) else value, name)
 
 
-def messages_of(value: Any, name: str) -> list[Message]:
-    """Return a list of messages as templates see them. Raises: BadRecord."""
+def messages_of(value: Any, name: str, may_say_nothing: bool = False) -> list[Message]:
+    """Return a list of messages as templates see them. may_say_nothing: of answers. Raises: BadRecord."""
     if isinstance(value, str):
         value = _parsed(value, name)
     if not isinstance(value, list) or not value:
         raise BadRecord(NO_CONVERSATION, f"{name} holds no list of messages")
-    return [_message(message, f"{name}[{number}]") for number, message in enumerate(value)]
+    return [_message(message, f"{name}[{number}]", may_say_nothing) for number, message in enumerate(value)]
 
 
-def _message(given: Any, where: str) -> Message:
+def _message(given: Any, where: str, may_say_nothing: bool) -> Message:
     if not isinstance(given, dict):
         raise BadRecord(NO_CONVERSATION, f"{where} is {a_kind(given)}, not a message")
     given = {key: value for key, value in given.items() if value is not None}
@@ -132,7 +132,7 @@ def _message(given: Any, where: str) -> Message:
         raise BadRecord(ROLES, f"{where} has the role {str(said)[:40]!r}; it must be user, assistant, system or tool")
     message = {key: value for key, value in given.items() if key not in ("from", "value")}
     content = _text(given.get("content", given.get("value")), where)
-    if role == "assistant" and not content.strip() and not given.get("tool_calls"):
+    if role == "assistant" and not may_say_nothing and not content.strip() and not given.get("tool_calls"):
         raise BadRecord(NO_ANSWER, f"{where} says nothing")
     return {**message, "role": role, "content": content}
 

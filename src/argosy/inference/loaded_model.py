@@ -206,7 +206,7 @@ class ChatModel:
         messages: as JSON has them: a list of {"role", "content"}. Raises: UserError.
         """
         try:
-            read: list[Message] = messages_of(messages, "messages")
+            read: list[Message] = messages_of(messages, "messages", may_say_nothing=True)
             check_spelling(read, self._special)
             text = self.template.render(read, opens_answer=True)
         except BadRecord as problem:
