@@ -64,6 +64,17 @@ def test_runs_that_have_nothing_in_common_are_said_to_have_nothing(tmp_path: Pat
     assert json.loads(found.model_dump_json())["a"]["loss"] is None
 
 
+def test_reward_models_are_compared_by_their_accuracy_too(tmp_path: Path) -> None:
+    a, b = (RunFolder(tmp_path / name) for name in ("a", "b"))
+    for run, accuracy in ((a, 0.7), (b, 0.8)):
+        run.step(0, 1, loss=0.5)
+        run.evaluation(1, 0.5, validation_accuracy=accuracy)
+    text = list(in_text(compare(RunReader.read(a.path), RunReader.read(b.path))))
+    assert any(line.split() == ["accuracy", "70.0%", "80.0%"] for line in text)
+    plain = made(tmp_path / "c", [3.0])
+    assert not any(line.startswith("accuracy") for line in in_text(compare(plain, plain)))
+
+
 def test_steps_cost_by_the_devices_that_they_were_made_on(tmp_path: Path) -> None:
     """8 devices at first, 4 after a resize; or 8 all the time."""
     runs = []

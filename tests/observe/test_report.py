@@ -176,3 +176,5 @@ def test_a_notebook_shows_a_report_as_a_table():
     assert "3.0000" in page
     assert "if a &lt; b:" in page
     assert page.count("<tr>") == page.count("</tr>") == 9
+    scored = {"validation": {"loss": 0.5, "accuracy": 0.7}}
+    assert "70.0% of pairs" in report(**totals(STEPS) | scored)._repr_html_()

@@ -45,6 +45,8 @@ class ComparedRun(BaseModel):
     tokens: int | None
     loss: float | None
     validation_loss: float | None
+    validation_accuracy: float | None = None
+    """The share of pairs that a reward model tells apart."""
     time_s: float
     """Seconds of all its steps: without starts and stops."""
     cost: float | None
@@ -126,7 +128,7 @@ def _run(reader: RunReader) -> ComparedRun:
         cost=float(_device_s(reader).sum()) / 3600 * float(price.mid) if known and price is not None else None,
         currency=machine.currency if known and machine is not None else "",
         **{key: told[key] for key in ("state", "step", "tokens", "plan", "tokens_per_s")},
-        **{key: _finite(told[key]) for key in ("loss", "validation_loss")},
+        **{key: _finite(told[key]) for key in ("loss", "validation_loss", "validation_accuracy")},
     )
 
 
@@ -187,6 +189,7 @@ def in_text(found: Comparison) -> Iterator[str]:
     rows += [
         (name, write(getattr(found.a, key)), write(getattr(found.b, key)))
         for key, (name, write) in WRITTEN_FIELDS.items()
+        if key != "validation_accuracy" or found.a.validation_accuracy or found.b.validation_accuracy
     ]
     yield from _aligned(rows)
     yield ""
@@ -247,6 +250,7 @@ WRITTEN_FIELDS: dict[str, tuple[str, Any]] = {
     "tokens": ("tokens", _or_nothing(count)),
     "loss": ("loss", _or_nothing(_four)),
     "validation_loss": ("validation", _or_nothing(_four)),
+    "validation_accuracy": ("accuracy", _or_nothing("{:.1%}".format)),
     "time_s": ("time of steps", seconds),
     "cost": ("cost of steps", _or_nothing(_four)),
     "tokens_per_s": ("tokens a second", _or_nothing(count)),

@@ -149,6 +149,7 @@ class Report(BaseModel):
 
     def _repr_html_(self) -> str:
         """Return the totals as a table: how a notebook shows the report."""
+        accuracy = (self.validation or {}).get("accuracy")
         rows = {
             "run": f"{self.name}, {self.status} after {self.steps} steps",
             "folder": str(self.run_dir),
@@ -156,6 +157,7 @@ class Report(BaseModel):
             "tokens": f"{self.tokens:,}",
             "loss": "not finite" if self.loss is None else f"{self.loss:.4f}",
             "validation loss": f"{self.validation['loss']:.4f}" if self.validation else "",
+            "accuracy": "" if accuracy is None else f"{accuracy:.1%} of pairs",
             "step": f"{self.step_time_s:.4g} s, {self.tokens_per_s:,.0f} tokens/s, {mfu_in_words(self.mfu)}",
             "time": f"{duration(self.seconds['step'])} of steps, {duration(self.wall_s)} since the first start",
             "memory": f"{gib(self.memory_bytes)} GiB on rank 0",
