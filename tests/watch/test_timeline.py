@@ -108,8 +108,11 @@ def test_a_break_costs_its_standstill_and_the_steps_that_are_made_again():
 
 def test_a_run_that_goes_back_by_itself_makes_steps_again():
     back = of("rank-0", 90.0, "rewind", step=48, to_step=40)
-    found = timeline([*BEGUN, back, of("exchange", 95.0, "state_taken", rounds=3)], 150.0, step_s=1.5)
+    forth = [of("exchange", 95.0, "state_taken", rounds=3), of("rank-0", 96.0, "left_out", step=48, to_step=60)]
+    found = timeline([*BEGUN, back, *forth], 150.0, step_s=1.5)
     assert found.lost_s == found.costs_s[3] == 8 * 1.5
+    left_out = of("rank-0", 90.0, "left_out", step=48, to_step=44)
+    assert timeline([*BEGUN, left_out], 150.0, step_s=1.5).lost_s == 4 * 1.5
     assert in_words(back) == ("went back from step 48 to 40", "yellow")
 
 

@@ -116,8 +116,8 @@ CAUSES = ("worker_died", "killed", "stopped", "frozen", "hang", "stuck_loader", 
 """Events that explain a break that follows them."""
 CAUSE_S = 120.0
 """An event explains a break if it is no older."""
-WENT_BACK = ("rewind", "state_taken")
-"""Events of a run that goes back by itself, from `step` to `to_step`."""
+WENT_BACK = ("rewind", "state_taken", "left_out")
+"""Events of a run that may go back by itself, from `step` to `to_step`."""
 
 
 def steps_gone_back(event: Mapping[str, Any]) -> int:
