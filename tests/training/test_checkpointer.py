@@ -325,6 +325,17 @@ def test_what_is_lost_here_is_taken_from_the_remote_place(tmp_path, lost):
     assert store.newest_whole(run_dir).damaged == () and events(run_dir, "fetched")[0]["step"] == 4
 
 
+def test_a_copy_that_was_trained_with_other_data_is_refused_where_nothing_else_told(tmp_path, monkeypatch):
+    run_dir, there = tmp_path / "run", str(tmp_path / "there")
+    save(run_dir, 4, remote=there)
+    store.remove(store.step_folder(run_dir, 4))
+    changed = checkpointer(run_dir, remote=there)
+    monkeypatch.setattr(changed, "_data_identity", "another corpus")
+    with pytest.raises(UserError, match=r"data corpus and these are another corpus\..*--accept-changes"):
+        changed.restore(state())
+    assert changed.restore(state()).step == 4, "it is here now, and the start of the run has asked"
+
+
 def test_a_run_does_not_start_anew_because_the_remote_place_cannot_be_reached(tmp_path, monkeypatch):
     def refuse(self: Remote) -> list[int]:
         raise OSError("no route to host")

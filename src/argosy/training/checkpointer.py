@@ -271,7 +271,8 @@ class Checkpointer:
     def _newer_remote(self, remote: Remote, here: Choice | None, at_most: int | None) -> Choice | None:
         """Bring the newest whole one of the remote place here, if it is newer than `here`; otherwise return `here`.
 
-        Raises: StorageError if that cannot be told and there is none here.
+        Raises: StorageError if that cannot be told and there is none here; UserError if it is of other data, which
+        nobody who found none here was asked about.
         """
         damaged = here.damaged if here else ()
         for step in reversed(self._remote_steps(remote, may_fail=here is not None)):
@@ -287,6 +288,13 @@ class Checkpointer:
                 damaged = (*damaged, why)
                 continue
             self._events.write("fetched", step=step, remote=self._settings.remote)
+            theirs = checkpoint.manifest.data_identity
+            if here is None and theirs not in ("", self._data_identity):
+                raise UserError(
+                    f"checkpoint.remote = {self._settings.remote}: step {step} was trained with prepared data {theirs} "
+                    f"and these are {self._data_identity}. Prepare the same data again; or, now that it is here, give "
+                    "--accept-changes to go on from it with these."
+                )
             return Choice(checkpoint, damaged)
         if here is None and damaged:  # a run never silently starts again
             raise StorageError(
