@@ -4,7 +4,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-INSTALL := $(PIP) --editable
 # With bytecode written, wherever it is not: the tests start hundreds of processes, and each would compile all of Argosy.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
@@ -91,15 +90,16 @@ pins: .venv/.dev
 	$(PYTHON) -m venv .venv
 
 .venv/.core: .venv/bin/python pyproject.toml constraints.txt
-	$(INSTALL) '.[watch]'
+	$(PIP) --editable '.[watch]'
 	@touch $@
 
-.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
-	$(INSTALL) '.[dev]'
-	@touch $@ .venv/.core
+.venv/.dev: .venv/.core
+# What only tests and linters use is compiled where it is imported: to compile all of it took half of the installation.
+	$(PIP) --no-compile --editable '.[dev]'
+	@touch $@
 
 .venv/.bench: .venv/.dev
-	$(INSTALL) '.[bench]'
+	$(PIP) --editable '.[bench]'
 # litgpt asks for an older huggingface-hub than transformers, and runs with the newer one.
 	$(PIP) --no-deps litgpt==0.5.13
 	@touch $@
