@@ -135,6 +135,15 @@ def test_the_time_of_a_ring_is_that_of_the_bytes_it_sends(plan):
     assert MODEL.layers * (blocks * each + gradients * as_gradients) == pytest.approx(counted)
 
 
+@pytest.mark.parametrize(("plan", "tied"), [("", False), ("", True), (",tp=2", False), (",pp=2", False)])
+def test_the_time_of_sums_is_that_of_the_gradients_that_are_sent(plan, tied):
+    model, laid = MODEL.model_copy(update={"tie_embeddings": tied}), Plan.parse(f"dp_replicate=4,zero=0{plan}")
+    costs = CostModel.of(run_of(model), Cluster.parse("8xh100"))
+    timed = 4 * sum(float(first_of(each)) for each in costs.step_model(Layouts.of([laid])).summed_parameters)
+    counted = traffic(laid, run_of(model), 0)["replicate", "all_reduce"]
+    assert 2 * 3 / 4 * timed == pytest.approx(counted, rel=0.02), "all but norms"
+
+
 def test_ulysses_sends_less_the_more_ranks_there_are():
     found = {n: sent(f"cp={n},zero=0,context=ulysses")["cp", "all_to_all"] for n in (2, 4)}
     assert found[4] / found[2] == pytest.approx((3 / 4 / 4) / (1 / 2 / 2))

@@ -190,7 +190,10 @@ class StepModel(WaitModel):
         """Parameters that are trained on a rank, before ranks share them: dense, and of experts."""
         work = self.work
         dense, experts = self.parameters(work.layers / self.plans.pp)
-        ends = np.maximum(work.trained_embedding, work.trained_head) * work.vocabulary_parameters / self.plans.tp
+        of_embedding, of_head = work.trained_embedding, (1 - work.tied) * work.trained_head
+        # Without a pipeline both are on the rank; else the first stage has one of them, and the last the other.
+        of_ends = np.where(self.plans.pp == 1, of_embedding + of_head, np.maximum(of_embedding, of_head))
+        ends = of_ends * work.vocabulary_parameters / self.plans.tp
         beside, beside_experts = self.adapters(work.layers / self.plans.pp)
         return dense * work.trained_dense + ends + beside, experts * work.trained_experts + beside_experts
 
