@@ -105,10 +105,23 @@ def test_few_key_value_heads_are_summed_over_tensor_parallel_ranks():
     assert few == 2 * 7 / 8 * MODEL.layers * 2 * 4 * (4 * 8) * MODEL.width
 
 
+def test_lengths_of_rows_are_summed_where_ranks_have_parts_of_them():
+    plain, lengths = (
+        traffic(Plan.parse("tp=2,microbatch=4,recompute=full"), run_of().with_keys(lora={"rank": 4, "kind": kind}))
+        for kind in ("lora", "dora")
+    )
+    rows = MODEL.layers * 2 * MODEL.width  # of o and down
+    forwards = 4 * 2
+    assert lengths["tp", "all_reduce"] - plain["tp", "all_reduce"] == rows * (4 + 8 * forwards), "and their gradients"
+
+
 def test_recomputing_sends_forward_again():
     once, again = sent("tp=2"), sent("tp=2,recompute=full")
     assert again["tp", "all_gather"] - once["tp", "all_gather"] == HIDDEN / 2 * 2 * MODEL.layers
     assert again["tp", "reduce_scatter"] - once["tp", "reduce_scatter"] == HIDDEN / 2 * MODEL.layers
+    around = MODEL.model_copy(update={"norms": MODEL.norms.model_copy(update={"place": "around"})})
+    behind = sent("tp=2,recompute=full", model=around)["tp", "reduce_scatter"]
+    assert behind - again["tp", "reduce_scatter"] == HIDDEN / 2 * MODEL.layers, "the last norm's input"
     fused = sent("tp=2,recompute=full,async_tp=true")
     assert fused["tp", "reduce_scatter"] - again["tp", "reduce_scatter"] == HIDDEN / 2 * MODEL.layers
     half = sent("tp=2,recompute=full,recompute_every=2")

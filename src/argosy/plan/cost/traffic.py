@@ -21,6 +21,7 @@ equal shares), a step sends
                reduce_scatter                 e B T D               4 M         each block; 1 M the embedding, the norm
                all_gather                     8 tp B T              M           the loss
                all_reduce                     w                     1           each element that all ranks have whole
+               all_reduce, DoRA               8                     M           each output of a matrix of cut inputs
     cp         send, ring                     keys and values       2 (n-1) M   each block
                send, ring                     their fp32 gradients  n M         each block
                all_to_all, Ulysses            q, k, v and output    2 M         each block
@@ -32,7 +33,8 @@ equal shares), a step sends
 
 Of what is frozen only values travel, and only blocks that backward reaches send in backward; the first of them may send
 less than is counted here. Recomputed blocks send the messages of their forward once more, except the last sum over tp
-ranks, which no gradient needs. With recompute=selective the output of a ring is kept, so that it sends nothing more.
+ranks, which no gradient needs without a norm behind it. With recompute=selective the output of a ring is kept, so that
+it sends nothing more.
 104 bytes a step (`LOSS_BYTES`) cross all ranks.
 
 The exact bytes of sums over replicas in tiers, and by the plan's word `sync`: those that `sync` sends, by bucket.
@@ -60,7 +62,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, local_shard_of, place_of, stages_on
 from argosy.plan.layer_spec import halo_tokens, layer_spec
-from argosy.plan.parameters import Parameter, Stage, layers_on, reached_layers, run_table
+from argosy.plan.parameters import NORMS_OF_PLACE, Parameter, Stage, layers_on, reached_layers, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import COMPRESSOR_COSTS, Sent, Summand, is_summed_exactly
@@ -128,6 +130,8 @@ LOSS_BYTES = 104
 """The step's loss, the squared gradient norm, the fingerprint's four parts and seven votes, fp64."""
 KV_GRADIENT_BYTES = 4
 """Gradients of keys and values travel round a ring in fp32."""
+LENGTH_BYTES = 4
+"""Bytes of the squared length of a row (DoRA)."""
 MOMENTUM_BYTES = 4
 """Bytes of an element of Muon's momentum, and of its result in fp32."""
 INDEX_BYTES, ROUTING_WEIGHT_BYTES = 8, 4
@@ -159,18 +163,8 @@ def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
     """
     sums: Traffic = Counter()
     spanning = spanning_axis(axis_sizes(plan), plan.world_size) or WORLD
-    for sends in (
-        _gradients,
-        _replicas,
-        _replicated,
-        _tied_ends,
-        _tensor,
-        _context,
-        _pipeline,
-        _experts,
-        _muon,
-        _everyone,
-    ):
+    ends = _tied_ends, _replicated, _lengths
+    for sends in (_gradients, _replicas, *ends, _tensor, _context, _pipeline, _experts, _muon, _everyone):
         for sent in sends(plan, run, rank):
             if sent.ranks > 1 and sent.size:
                 by_all = sent.ranks == plan.world_size and sent.axis != ENDS
@@ -287,6 +281,18 @@ def _replicated(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     yield Collective("tp", "all_reduce", DTYPE_BYTES[plan.weights] * elements, plan.tp)
 
 
+def _lengths(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
+    """Yield the squared lengths of rows, with DoRA's update and without, of which tp ranks have parts."""
+    microbatches = _rows(plan, run, rank) // plan.microbatch
+    for stage in stages_on(plan, run, rank).values():
+        again, table = _recomputed(plan, run, stage), run_table(run, stage, plan.tp)
+        for name, lengths in table.items():
+            if name.endswith(".magnitude") and table[f"{name.removesuffix('magnitude')}a"].tp_dim is not None:
+                times = microbatches * (1 + (int(name.split(".")[1]) in again))
+                size = 2 * LENGTH_BYTES * math.prod(local_shard_of(lengths, plan, rank).local)
+                yield Collective("tp", "all_reduce", times * size, plan.tp)
+
+
 def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield the gradient of an embedding that the first and the last stage hold."""
     if run.model.embeds_at_both_ends and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped:
@@ -302,8 +308,9 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         again, reached, table = _recomputed(plan, run, stage), reached_layers(run, stage), run_table(run, stage)
         layers = (*layers_on(run.model, stage), *reached, *again)  # forward, backward, recompute
         both_ways = sum(_gatherings(run.model, layer) for layer in layers)
-        # A mixture needs its sum, to weight it; with async_tp the last product has it inside.
-        last_sums = sum(not (run.model.is_moe_layer(layer) or plan.async_tp) for layer in again)
+        # A mixture needs its sum, to weight it, and so does a norm behind it; async_tp's last product has it inside.
+        is_inside = plan.async_tp or "mlp_post_norm" in NORMS_OF_PLACE[run.model.norms.place]
+        last_sums = sum(not (run.model.is_moe_layer(layer) or is_inside) for layer in again)
         # Around the blocks: the embedding's sum, the last norm's gathering, and their backwards.
         into_embedding = stage.first and table["embedding.weight"].is_trained
         out_of_norm = stage.last and (bool(reached) or table["norm.weight"].is_trained)
