@@ -91,6 +91,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True, "family": "qwen3"},
     "biases": {"attention_bias": True},
+    "norm of all heads": {"qk_norm": True, "attention": {"norm_over": "all"}, "norms": {"kind": "layer", "bias": True}},
     "qwen2": {"qkv_bias": True, "family": "qwen2"},
     "tied": {"tie_embeddings": True},
     "a key/value head for each query head": {"kv_heads": 4},

@@ -114,18 +114,26 @@ def plain_rms_norm(x: Tensor, eps: float) -> Tensor:
 class LayerNorm(nn.Module):
     """LayerNorm (Ba et al. 2016), computed in fp32. zero_centered: the factor is one plus the weight."""
 
+    reduce: Callable[[Tensor], Tensor] | None = None
+    """As of `RMSNorm`."""
+
     def __init__(self, width: int, eps: float, bias: bool, zero_centered: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-        self.eps, self.zero_centered = eps, zero_centered
+        self.width, self.eps, self.zero_centered = width, eps, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).float()
         if self.zero_centered:
             weight = weight + 1.0
         bias = None if self.bias is None else local(self.bias).float()
-        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+        if self.reduce is None:
+            return F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+        centred = x.float() - self.reduce(x.float().sum(-1, keepdim=True)) / self.width
+        variance = self.reduce(centred.square().sum(-1, keepdim=True)) / self.width
+        y = centred * (variance + self.eps).rsqrt() * weight
+        return (y if bias is None else y + bias).to(x.dtype)
 
 
 Norm = RMSNorm | LayerNorm

@@ -24,7 +24,7 @@ from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.initialize import offset_of
-from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
+from argosy.models.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm, local
 from argosy.models.loss import ChunkLoss
 from argosy.models.mla import LatentAttention
 from argosy.parallel.transpose import exchange
@@ -141,13 +141,13 @@ def gathers(module: nn.Module, mesh: DeviceMesh, tokens: SequenceParallel) -> No
 def gathers_for_heads(attention: Attention, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
     """As `gathers`. With fewer key/value heads than ranks, each rank computes all (few) and takes the one it needs.
 
-    A norm over all heads needs the squares of those of all ranks.
+    A norm over all heads needs sums over those of all ranks.
     """
     gathers(attention, mesh, tokens)
     heads, norms = attention.kv_heads, (attention.q_norm, attention.k_norm)
     if attention.norms_all:
         for norm in norms[: 2 if heads >= mesh.size() else 1]:
-            assert isinstance(norm, RMSNorm)
+            assert isinstance(norm, RMSNorm | LayerNorm)
             norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
     if heads < mesh.size():
         head = mesh.get_local_rank() * heads // mesh.size()
