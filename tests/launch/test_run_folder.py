@@ -195,6 +195,9 @@ def test_the_folder_then_needs_nothing_else_to_be_used(tmp_path):
     assert (tmp_path / "tokenizer.json").read_text() == "a tokenizer"
     assert load(tmp_path / "run.toml") == asked
     assert Plan.load(tmp_path / "plan.toml") == Plan(microbatch=2)
+    here = {"nodes": 2, "lease": "folder", "node": "a", "address": "10.0.0.1"}  # others read it too
+    run_folder.write(tmp_path, asked.with_keys(launch=here), Plan(), tmp_path / "elsewhere.json")
+    assert load(tmp_path / "run.toml") == asked.with_keys(launch={"nodes": 2, "lease": "folder"})
 
 
 def test_a_run_on_conversations_keeps_the_template_of_its_data(tmp_path):

@@ -251,7 +251,8 @@ def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path, data: Sequ
             with atomic_write(run_dir / TEMPLATE) as file:  # that of the data: it may be another than the weights'
                 file.write(templates[0].read_bytes())
         run = _with_copied_code(run_dir, run)
-        save_run(run, run_dir / "run.toml")
+        of_this_machine = {"node": "", "address": ""} if run.launch.nodes > 1 else {}  # all others read the file too
+        save_run(run.with_keys(launch=of_this_machine), run_dir / "run.toml")
         _write_plan(run_dir, plan)
     except OSError as problem:
         raise StorageError(
