@@ -165,6 +165,16 @@ def lock_or_holder(file: TextIO) -> str | None:
     return None
 
 
+def is_locked(path: Path) -> bool:
+    """Return True if a process holds this lock (`lock_or_holder`). Raises: OSError."""
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def is_abandoned(path: Path) -> bool:
     """Return True if a process of this machine had this lock (`lock_or_holder`), and none has it now.
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from argosy.engines.engine import Engine, RunJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.engines.table import ENGINES
 from argosy.errors import UserError
+from argosy.files import lock_or_holder
 from argosy.launch.launched import launch, launch_sites, launched_in, printed
 from argosy.launch.requeue import IDLE_JOBS_FILE
 from argosy.launch.sites import jobs_of
@@ -131,6 +133,17 @@ def test_only_a_job_that_printed_something_is_said_to_have_logs(tmp_path, monkey
     assert [run.why for run in launched_in(tmp_path / "runs")] == [""]
     (tmp_path / "out").write_text("one\n")
     assert "argosy logs" in launched_in(tmp_path / "runs")[0].why
+
+
+def test_a_run_that_is_trained_by_hand_after_its_job_trains(tmp_path, monkeypatch):
+    Memory().stop(launch(request_in(tmp_path, "a"), "memory"))
+    read = SimpleNamespace(state="training", why="", last_line={"step": 4})
+    monkeypatch.setattr("argosy.launch.launched.is_run", lambda _: True)
+    monkeypatch.setattr("argosy.launch.launched.RunReader", SimpleNamespace(read=lambda _: read))
+    with (tmp_path / "runs/a/.lock").open("a+") as lock:
+        assert lock_or_holder(lock) is None
+        assert [run.state for run in launched_in(tmp_path / "runs")] == ["training"]
+    assert [run.state for run in launched_in(tmp_path / "runs")] == ["ended"]
 
 
 def test_a_run_that_was_not_launched_prints_what_its_folder_has(tmp_path):

@@ -12,7 +12,7 @@ from argosy.engines.engine import Engine, RunJob, follow_files
 from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_key
 from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
-from argosy.files import made_folder
+from argosy.files import RUN_LOCK, is_locked, made_folder
 from argosy.launch.requeue import IDLE_JOBS_FILE
 from argosy.launch.run_folder import check_is_run_folder
 from argosy.launch.sites import are_there, jobs_of, printed_by
@@ -159,7 +159,7 @@ def _launched(name: str, folder: Path) -> Launched:
             state, why = engine_state, words
         elif engine_state == "unknown" and state in ("", "training", "silent"):
             state, why = state if state == "training" else "unknown", one_line(words)
-        elif engine_state == "ended" and state in ("", "training", "silent"):
+        elif engine_state == "ended" and state in ("", "training", "silent") and not _is_held(kept_in(folder)):
             more = f"`argosy logs {shlex.quote(str(folder))}` says more" if _has_printed(job) else ""
             state, why = "ended", "; ".join(filter(None, (words, more)))
         if step is None and engine_state != "unknown":
@@ -176,6 +176,13 @@ def _launched(name: str, folder: Path) -> Launched:
         why=why,
         step=step,
     )
+
+
+def _is_held(run_dir: Path) -> bool:
+    """Return True if a process holds the run's folder: somebody trains it by hand, after its job has ended."""
+    with suppress(OSError):
+        return any(map(is_locked, run_dir.glob(f"{RUN_LOCK}*")))
+    return False
 
 
 def _has_printed(job: LaunchedJob) -> bool:

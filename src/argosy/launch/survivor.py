@@ -7,7 +7,6 @@ host's looks, once its agent has ended, whether that node is there. The last one
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from typing import TypeVar
 from argosy.engines.record import LAUNCH_FOLDER
 from argosy.engines.slurm import ask, listed
 from argosy.errors import STOP_SIGNALS, Retryable, UserError
-from argosy.files import RUN_LOCK
+from argosy.files import RUN_LOCK, is_locked
 from argosy.launch.requeue import decide
 from argosy.observe.events import from_the_end
 from argosy.sync.layout import kept_in
@@ -66,15 +65,8 @@ def is_lost(node: str, show: Callable[[str], str]) -> bool:
 
 def do_others_run(run_dir: Path, but: set[str]) -> bool:
     """Return True if the agent of a node runs, other than of those in `but`: it holds its lock."""
-    for path in sorted(kept_in(run_dir).glob(f"{RUN_LOCK}-*")):
-        if path.name.removeprefix(f"{RUN_LOCK}-") in but:
-            continue
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-    return False
+    paths = sorted(kept_in(run_dir).glob(f"{RUN_LOCK}-*"))
+    return any(is_locked(path) for path in paths if path.name.removeprefix(f"{RUN_LOCK}-") not in but)
 
 
 def end_the_job(run_dir: Path, code: int, environment: Mapping[str, str]) -> None:
