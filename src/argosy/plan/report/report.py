@@ -223,7 +223,7 @@ def searched(
         costs = costs_of_one_plan(tried.run, _with_workers(tried))
         counts, pins = counts_of(costs), tried.pins
         try:
-            found = search(costs, pins, counts)
+            found = search(costs, pins, counts, explains=not problem)
         except UserError as error:
             problem = problem or str(error)
         else:

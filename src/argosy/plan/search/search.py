@@ -148,10 +148,10 @@ def _front(order: NDArray[np.int64], devices: NDArray[np.int64], memory: Floats)
     return order[keep]
 
 
-def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> SearchResult:
+def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None, explains: bool = True) -> SearchResult:
     """Return the plans for `counts` devices (default: all devices) that fit, with their predicted time.
 
-    Raises: UserError that names a rule if no plan is legal.
+    Raises: UserError if no plan is legal, which names a rule, unless that is not to be explained: it may take seconds.
     """
     space = Space(costs, pins)
     meshes = joined([space.meshes(count) for count in counts or [costs.devices]])
@@ -170,19 +170,19 @@ def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) ->
         plans=timed[fits],
         memory=memory.rows(near).rows(fits),
         time=time.rows(fits),
-        leanest=_leanest(space, lean, lean_bytes),
+        leanest=_leanest(space, lean, lean_bytes, explains),
         roomier_step_s=float(np.min(time.total, initial=np.inf)),
     )
 
 
-def _leanest(space: Space, lean: Layouts, memory_bytes: Floats) -> Plan:
+def _leanest(space: Space, lean: Layouts, memory_bytes: Floats, explains: bool) -> Plan:
     """Return the plan that needs least memory of those with the leanest rest. Raises: UserError if none is legal."""
     legal = np.flatnonzero(~np.broadcast_to(breaks_any(lean, space.run), len(lean)))
     if len(legal):
         return lean.plan(int(legal[np.argmin(memory_bytes[legal])]))
     others = space.plans(crossed(columns_of(lean), space.microbatches()))
     if not len(others):
-        raise UserError(space.why_none())
+        raise UserError(space.why_none() if explains else "no plan is legal")
     return others.plan(int(np.argmin(space.costs.predict_memory(others).total)))
 
 
