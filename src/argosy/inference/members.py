@@ -12,6 +12,7 @@ import queue
 import signal
 import threading
 import warnings
+from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class InProcesses:
         """Start the members, and wait until all have loaded their parts. Raises: what one of them ends with."""
         check_devices(plan)
         self._vocab_size, self._number = vocab_size, 0
+        #: Messages about texts under way that came while another request was waited for, by number.
+        self._set_aside: dict[int, deque[Message]] = {}
         self._world = LocalWorld(MODEL_MEMBER, plan.world_size, "the model")
         try:
             self._world.send("load", data=[encode(_request(source, plan), LoadRequest)])
@@ -128,11 +131,13 @@ class InProcesses:
 
     def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
         number = self._next_number()
+        self._set_aside[number] = deque()
         self._world.send("sample", number=number, data=[encode(asked, SampleRequest)])
         try:
             while (message := self._receive(number))["kind"] == "tokens":
                 yield message["tokens"]
         finally:
+            del self._set_aside[number]
             self._world.send("stop", number=number)
 
     def close(self) -> None:
@@ -147,10 +152,14 @@ class InProcesses:
 
         Raises: as `LocalWorld.receive`.
         """
-        while True:
+        kept = self._set_aside.get(number)
+        while not kept:
             _, message = self._world.receive()
             if message.get("number") == number:
                 return message
+            if message.get("number") in self._set_aside:
+                self._set_aside[message["number"]].append(message)
+        return kept.popleft()
 
 
 def scores_of(source: SomeModel, plan: Plan, world: World | None, asked: EvaluateRequest | TaskRequest) -> Any:
@@ -180,7 +189,7 @@ class Inbox:
     def __init__(self, asker: Channel):
         self._asker = asker
         self._waiting = queue.SimpleQueue[Message]()
-        self._stopped = 0
+        self._stopped = set[int]()
         threading.Thread(target=self._listen, name="argosy-asker", daemon=True).start()
 
     def next(self) -> Message:
@@ -189,14 +198,14 @@ class Inbox:
 
     def is_stopped(self, number: int) -> bool:
         """True once the asker has no more use for the request of this number."""
-        return self._stopped >= number
+        return number in self._stopped
 
     def _listen(self) -> None:
         try:
             while True:
                 message = self._asker.receive()
                 if message["kind"] == "stop":
-                    self._stopped = message["number"]
+                    self._stopped.add(message["number"])
                 else:
                     self._waiting.put(message)
         except ChannelClosed:
