@@ -21,6 +21,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed, UserError
 from argosy.inference.trained_model import open_checkpoint
 from argosy.parallel.world import World
+from argosy.training.schedule import learning_rate
 from tiny import run_config
 
 SAME = Difference(0.0, "step 0")
@@ -123,6 +124,7 @@ def test_only_the_steps_of_a_run_are_compared_on_this_machine(corpus: Path, monk
     run = run_config(
         corpus,
         train={"pause_at": 3},
+        schedule={"warmup_fraction": 0.5},
         resilience={"replay_check_every_steps": 2},
         evaluate={"tasks": ["arc_easy"]},
         checkpoint={"remote": "s3://bucket/runs"},
@@ -137,6 +139,7 @@ def test_only_the_steps_of_a_run_are_compared_on_this_machine(corpus: Path, monk
             not each.checkpoint.remote and not each.observe.noise_scale_every_steps and not each.observe.profile.steps
         )
         assert each.launch.nodes == 1 and not each.launch.lease
+        assert learning_rate(each, step=0, steps=5) == each.optimizer.lr
 
 
 @pytest.mark.parametrize("words, tolerance", [("zero=1", TOLERANCE), ("sync=int8", None), ("reduce=bf16", None)])

@@ -154,7 +154,7 @@ def _brief(run: RunConfig, steps: int) -> RunConfig:
     return run.with_keys(**REPETITION).with_keys(
         name="parity",
         train={"steps": steps, "minutes": 0.0, "epochs": 0.0, "pause_at": 0, "deterministic": True},
-        schedule={"kind": "constant", "warmup_steps": 0},
+        schedule={"kind": "constant", "warmup_steps": 0, "warmup_fraction": 0.0},
         resilience={"replay_check_every_steps": 0},  # the single process has no replicas
     )
 
