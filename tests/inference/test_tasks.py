@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 import argosy
 from argosy.cli import main
+from argosy.config.dump import save_run
+from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.inference.evaluate import SCORES_FILE, evaluate_tasks
 from argosy.observe.events import read_lines
@@ -53,6 +56,13 @@ def test_code_in_a_task_file_runs_for_those_alone_who_trust_it(run_dir: Path, tm
 def test_a_list_that_names_no_task_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["evaluate", str(run_dir), "--tasks", " ,"]) == 2
     assert "tasks: none is named" in capsys.readouterr().err and not (run_dir / SCORES_FILE).exists()
+
+
+def test_a_reward_model_is_asked_for_no_words(run_dir: Path, tmp_path: Path):
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    save_run(load(copy / "run.toml").with_keys(model={"score": True}), copy / "run.toml")
+    with pytest.raises(UserError, match="is a reward model"):
+        evaluate_tasks(copy, ["arc_easy"], seq_len=64)
 
 
 def test_what_only_tasks_have_and_questions_beyond_the_context_are_refused(

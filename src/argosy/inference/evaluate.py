@@ -83,6 +83,8 @@ def evaluate_tasks(
     if limit < 0 or (fewshot or 0) < 0:
         raise UserError(f"limit = {limit}, fewshot = {fewshot}: must be at least 0.")
     source, layout = open_together(path, trust_code, world), plan_named(plan)
+    if source.run.model.score:
+        raise UserError(f"{path} is a reward model: it scores pairs, and tasks ask for words. Leave the tasks out.")
     most = source.run.model.max_seq_len
     length = _checked(seq_len or min(most, LONGEST_QUESTION), most)
     run_to_score(source.run, layout, length)
