@@ -154,6 +154,7 @@ def small(**settings: Any) -> tuple[ModelConfig, LazyWeights]:
         ({"family": "olmo2", "tie_embeddings": True, "qk_norm": True}, "model.attention.norm_over = head"),
         ({"family": "qwen2", "qkv_bias": True, "rope_scaling": {"kind": "llama3"}}, "rope_scaling.kind = llama3"),
         ({"family": "llama", "rope_scaling": {"kind": "yarn", "factor": 4, "beta_fast": 8}}, "rope_scaling = yarn"),
+        ({"family": "mixtral", "moe": {"experts": 2, "balance": "bias"}}, "model.moe.balance = bias"),
     ],
 )
 def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused_by_name(

@@ -334,6 +334,8 @@ def _check_numbers(config: ModelConfig) -> None:
     """Raise UserError for numbers that llama.cpp computes itself, and would differently."""
     if config.moe.experts and (config.moe.first_dense_layers or config.moe.dense_layers or config.moe.every > 1):
         _refuse(config, "moe.dense_layers", config.moe.dense_layers, "has experts in every layer")
+    if config.moe.experts and config.moe.balance == "bias":
+        _refuse(config, "moe.balance", config.moe.balance, "adds no biases to the scores that choose experts")
     if config.family == "olmoe" and config.kv_heads != config.heads:
         _refuse(config, "kv_heads", config.kv_heads, "has as many keys as queries")
     if config.family.startswith("gemma"):
