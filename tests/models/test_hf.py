@@ -43,6 +43,10 @@ QWEN2 = {"family": "qwen2", "qkv_bias": True, "norm_eps": 1e-6}
 QWEN3 = {"family": "qwen3", "qk_norm": True, "norm_eps": 1e-6}
 
 EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_ffn_width": 20, "aux_coefficient": 0.01}
+NEMOTRON = {
+    "family": "nemotron", "ffn_gate": False, "activation": "relu2", "attention": {"rotary_width": 6},
+    "norms": {"kind": "layer", "bias": True, "zero_centered": True},
+}  # fmt: skip
 MIXTRAL = {"family": "mixtral", "moe": EXPERTS, "ffn_width": 20}
 QWEN3_MOE = QWEN3 | {"family": "qwen3_moe", "moe": EXPERTS | {"normalize_weights": False}}
 LATENT = {"kv_rank": 16, "q_rank": 24, "rope_width": 12, "nope_width": 8, "value_width": 10}
@@ -140,10 +144,12 @@ def test_classes_of_several_labels_are_refused(tmp_path: Path) -> None:
         hf.import_config(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-tied", "llama-bias", "qwen3-tied", "mixtral", "deepseek"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "llama-tied", "llama-bias", "qwen3-tied", "mixtral", "deepseek", "nemotron"]
+)
 def test_multipliers_of_mup_are_folded_into_what_is_exported(name, small, build, tmp_path):
     mup = {"base_width": 12} | ({} if name == "deepseek" else {"base_head_width": 3})
-    config = ModelConfig.model_validate(small.model_dump() | VARIANTS[name] | {"mup": mup})
+    config = ModelConfig.model_validate(small.model_dump() | (VARIANTS | {"nemotron": NEMOTRON})[name] | {"mup": mup})
     ours = build(config)
     hf.export_folder(config, ours.state_dict(), tmp_path / "out", dtype=torch.float32)
     assert_same_logits(ours, load_theirs(tmp_path / "out"))
@@ -374,6 +380,11 @@ def test_an_export_that_fails_leaves_nothing(small, build, tmp_path):
             "shared_experts = 0 and model.family = dots1: the class wants moe.shared_experts above 0",
         ),
         ({"heads": 5, "kv_heads": 5}, "width = 48 is not a multiple of model.heads = 5"),
+        (
+            {"family": "llama4_text", "qk_norm": True, "attention": {"norm_weights": False}}
+            | {"mup": {"base_width": 12, "base_head_width": 3}},
+            "base_head_width = 3 and model.family = llama4_text: .*Choose another",
+        ),
     ],
 )
 def test_models_that_the_family_cannot_express_are_refused(update, message, small, build, tmp_path):

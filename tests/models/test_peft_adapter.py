@@ -14,6 +14,8 @@ from torch import Tensor
 from argosy.config.model import ModelConfig
 from argosy.config.train import LoraConfig
 from argosy.errors import UserError
+from argosy.models.adapters import merged
+from argosy.models.hf import folded_weight
 from argosy.models.peft_adapter import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
@@ -134,6 +136,25 @@ def test_lengths_of_dora_are_whole_there_and_what_was_added_here(tmp_path: Path)
     torch.testing.assert_close(stored, weights[name].norm(dim=-1) + 0.5)
     _, tensors = import_adapter(tmp_path / "out", model, weights)
     torch.testing.assert_close(tensors[f"{adapter_of(name)}.magnitude"], torch.full((32,), 0.5))
+
+
+def test_an_adapter_beside_multipliers_of_mup_has_them_as_the_exported_weights_do(tmp_path: Path) -> None:
+    model, name = model_config(mup={"base_width": 16, "base_head_width": 2}), "blocks.0.attention.q.weight"
+    weights, adapter = weights_of(model), adapter_for(model_config(), name)
+    a, b = (adapter[f"{adapter_of(name)}.{part}"] for part in "ab")
+    adapter[f"{adapter_of(name)}.magnitude"] = grown = torch.full((32,), 0.5)
+    exported(tmp_path / "out", model, adapter, "dora")
+    stored = load_file(tmp_path / "out" / ADAPTER_TENSORS)
+    parts = [stored[f"{LAYER}self_attn.q_proj.{part}"] for part in ("lora_A.weight", "lora_B.weight")]
+    theirs, magnitude = (
+        folded_weight(name, weights[name], model, torch.float32),
+        f"{LAYER}self_attn.q_proj.lora_magnitude_vector",
+    )
+    found = merged(theirs, *parts, stored[magnitude] - theirs.norm(dim=-1), lora().scale)
+    ours = merged(weights[name], a, b, grown, lora().scale)
+    torch.testing.assert_close(found, folded_weight(name, ours, model, torch.float32))
+    _, tensors = import_adapter(tmp_path / "out", model, weights)
+    torch.testing.assert_close(tensors, adapter)
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ def test_gates_and_scores_of_one_number_are_as_routers_and_projections_as_hidden
     found = factors(model(**ALL_PARTS | parts | {"moe": {**EXPERTS, "shared_gate": True}}))
     assert found["mlp.shared_gate.weight"] == found["mlp.router.weight"] == (0.25, 0.25)
     assert found["mtp.2.projection.weight"] == (0.5, 0.25)
+    assert folded_factor("mtp.2.norm.weight", model(**parts)) == folded_factor("norm.weight", model(**parts)) == 0.25
     assert factors(model(score=True, mup={"base_width": 32}))["score.weight"] == (0.25, 0.25)
 
 

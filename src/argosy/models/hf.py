@@ -140,7 +140,8 @@ def _parts(
 def folded_weight(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """Return a weight, or rows of it, with the multipliers of `model.mup` folded in."""
     if (factor := folded_factor(name, config)) != 1.0:
-        shift = float(config.norms.zero_centered and "norm" in name)  # the factor of such a norm is one plus the weight
+        # The factor of such a norm is one plus the weight.
+        shift = float(config.norms.zero_centered and name.endswith("norm.weight"))
         weight = (weight + shift) * factor - shift
     return weight.to(dtype)
 

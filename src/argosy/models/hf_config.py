@@ -41,6 +41,7 @@ from argosy.models.hf_layers import (
     rope_to_json,
 )
 from argosy.models.quantised import check_quantization
+from argosy.plan.mup import query_factor
 
 ONLY_IN_TRAINING = frozenset(
     f"moe.{n}" for n in ("balance", "bias_rate", "z_coefficient", "capacity_factor", "aux_coefficient")
@@ -135,6 +136,12 @@ def _refuse_sizes_of_other_classes(config: ModelConfig) -> None:
             f"model.qk_norm = {str(config.qk_norm).lower()} and model.family = {name}: Qwen3 and some others have "
             f"norms on queries and keys, other families have none. Export with family = "
             f'"{"qwen3" if config.qk_norm else "llama"}".'
+        )
+    attention = config.attention
+    if query_factor(config) != 1.0 and config.qk_norm and not (attention.norm_weights and attention.norm_unrotated):
+        raise UserError(
+            f"model.mup.base_head_width = {config.mup.base_head_width} and model.family = {name}: its factor on "
+            "queries is exported in the weights of their norms, and some layers have none. Choose another family."
         )
     if name == "llama" and config.width % config.heads:
         raise UserError(

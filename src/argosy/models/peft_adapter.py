@@ -28,6 +28,7 @@ from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.models.hf import table_of
 from argosy.models.hf_names import Conversion, conversions_of
+from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
 
 ADAPTER_TENSORS = "adapter_model.safetensors"
@@ -56,6 +57,8 @@ class PeftModule:
     expert: int | None
     """Index in our stack of experts."""
     conversion: Conversion
+    factors: tuple[float, ...]
+    """Factors of muP that theirs has in it, one for each of ours (`plan.mup.folded_factor`)."""
 
 
 def peft_modules(config: ModelConfig) -> Iterator[PeftModule]:
@@ -73,8 +76,9 @@ def peft_modules(config: ModelConfig) -> Iterator[PeftModule]:
                 f"{linear_name(conversion.ours[0])}: {config.family} models of transformers keep all experts in one "
                 "tensor, and PEFT has no names for adapters of single ones. Merge the adapter: argosy checkpoint merge."
             )
+        factors = tuple(folded_factor(name, config) for name in conversion.ours)
         for number, theirs in enumerate(conversion.theirs):
-            yield PeftModule(linear_name(theirs), conversion.ours, number if is_stack else None, conversion)
+            yield PeftModule(linear_name(theirs), conversion.ours, number if is_stack else None, conversion, factors)
 
 
 # Out
@@ -147,11 +151,11 @@ def _parts_of(
     if not given:
         return {}
     outers, first = [], 0
-    for name in module.ours:
+    for name, factor in zip(module.ours, module.factors, strict=True):
         rows = of(name, "b") if name in given else weights[name].new_zeros(len(weights[name]), lora.rank)
         outer = rows.new_zeros(len(rows), lora.rank * len(given))
         if name in given:
-            outer[:, first : first + lora.rank] = rows
+            outer[:, first : first + lora.rank] = rows * factor
             first += lora.rank
         outers.append(outer)
     parts = {INNER_SUFFIX: torch.cat([of(name, "a") for name in given]), OUTER_SUFFIX: _to_theirs(module, outers)}
@@ -159,8 +163,8 @@ def _parts_of(
         parts[MAGNITUDE_SUFFIX] = _to_theirs(
             module,
             [
-                _length(weights[name], module.expert) + (of(name, "magnitude") if name in given else 0.0)
-                for name in module.ours
+                (_length(weights[name], module.expert) + (of(name, "magnitude") if name in given else 0.0)) * factor
+                for name, factor in zip(module.ours, module.factors, strict=True)
             ],
         )
     return parts
@@ -178,8 +182,8 @@ def _added_lengths(module: PeftModule, lengths: Tensor, table: Sequence[Tensor],
             f"{file}: {module.name}.{MAGNITUDE_SUFFIX} has shape {list(lengths.shape)}, and this model's weights ask "
             f"for {[outputs]}. Name the weights that the adapter was trained with."
         )
-    ours = _to_ours(module, lengths)
-    return [of_ours.float() - _length(weight, None) for of_ours, weight in zip(ours, table, strict=True)]
+    ours = _to_ours(module, lengths.float())
+    return [of_ours - _length(weight, None) for of_ours, weight in zip(ours, table, strict=True)]
 
 
 def _to_theirs(module: PeftModule, rows: Sequence[Tensor]) -> Tensor:
@@ -336,7 +340,8 @@ def _take(
 
 
 def _to_ours(module: PeftModule, rows: Tensor) -> list[Tensor]:
-    return [rows] if module.expert is not None else module.conversion.to_ours([rows])
+    ours = [rows] if module.expert is not None else module.conversion.to_ours([rows])
+    return [some / factor for some, factor in zip(ours, module.factors, strict=True)]
 
 
 def _is_stack(name: str) -> bool:

@@ -83,7 +83,7 @@ def query_factor(model: ModelConfig) -> float:
 
 def folded_factor(name: str, model: ModelConfig) -> float:
     """Return the factor on a parameter after training with which a decoder without multipliers computes the same."""
-    if name == "norm.weight":
+    if name.split(".")[-2:-1] == ["norm"]:  # the one before the head; modules of multi-token prediction have their own
         return 1.0 if model.score else logit_factor(model)
     scaled = ".attention.q_norm." if model.qk_norm else ".attention.q."
     return query_factor(model) if scaled in name else 1.0
