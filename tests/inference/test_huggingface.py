@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,8 +45,9 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def full_disk() -> Iterator[None]:
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Files of this process end at 4 KiB: the kernel refuses more, as a full disk does."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of modules that are first imported now, half would be left
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     yield

@@ -21,7 +21,7 @@ TWO_CPUS = Devices(2, "cpu", fast_bf16=False)
 @pytest.mark.parametrize("fast_bf16", [False, True])
 def test_a_run_on_the_devices_at_hand_gets_the_trainer_s_plan_and_its_precision(fast_bf16: bool) -> None:
     devices = Devices(2, "cpu", fast_bf16, memory_bytes=3e9)
-    run = PARITY.model_copy(update={"plan": "auto"})
+    run = PARITY.model_copy(update={"plan": "auto"}).with_keys(model={"vocab_size": 4096})
     request = of_run(run, devices, Question())
     assert request.given == choose_plan(run, devices)
     assert request.pins == {"precision": ("bf16" if fast_bf16 else "fp32",)}
