@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from argosy.config.data import DataConfig, DataStage, PrepareConfig
 from argosy.config.train import BatchSizes
+from argosy.data.chat_template import CHATML
 from argosy.data.loader import OpenData, open_data
+from argosy.data.manifest import TEMPLATE
 from argosy.data.order import Order, Samples
 from argosy.data.shards import BadShard
 from argosy.data.tokenizer import train
@@ -253,3 +256,16 @@ class Shifted:
         shift = self.shift
         self.on_samples()
         return self._order.samples(start + shift, stop + shift)
+
+
+def test_special_tokens_need_an_embedding_where_a_template_writes_them(tokenizer_json: Path, tmp_path: Path) -> None:
+    content = json.loads(tokenizer_json.read_text())
+    for number, token in enumerate(("<|im_end|>", "<|picture|>"), 300):
+        content["added_tokens"].append(content["added_tokens"][0] | {"id": number, "content": token})
+        content["model"]["vocab"][token] = number
+    (tmp_path / "more.json").write_text(json.dumps(content))
+    folder = write_folder(tmp_path / "chats", tmp_path / "more.json", train=[[[1, 2, 3, 4] * 8]])
+    data = open_data(DataConfig(sources={str(folder): 1.0}, seq_len=4), 0, 1)
+    assert (data.vocab_size, data.least_vocab_size) == (302, 300)
+    (folder / TEMPLATE).write_text(CHATML)
+    assert data.least_vocab_size == 301

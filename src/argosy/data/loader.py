@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from argosy.config.data import DataConfig
 from argosy.config.train import BatchSizes
-from argosy.data.manifest import TOKENIZER
+from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept, key_of
 from argosy.data.shards import I32, Place, TokenSource
 from argosy.data.stores.ahead import ReadAhead
@@ -278,6 +278,14 @@ class OpenData:
     @property
     def vocab_size(self) -> int:
         return self.sources[0].manifest.vocab_size
+
+    @property
+    def least_vocab_size(self) -> int:
+        """The least vocabulary of a model that reads them: templates of conversations write special tokens too."""
+        templates = [path.read_text("utf-8") for folder in self.folders if (path := folder / TEMPLATE).is_file()]
+        special = self.tokenizer.special_tokens.items()
+        written = [number for token, number in special if any(token in text for text in templates)]
+        return max(self.tokenizer.least_vocab_size, *(number + 1 for number in (0, *written)))
 
     def news(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what has happened with stores since the last call: the names of events, and their facts."""

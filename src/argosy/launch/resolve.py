@@ -60,7 +60,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     _check_tokenizer(run, theirs, first.manifest.tokenizer_sha256, f"{first.name} was prepared with another tokenizer")
     if not run.model.vocab_size:
         run = run.with_keys(model={"vocab_size": data.vocab_size})
-    if run.model.vocab_size < (least := data.tokenizer.least_vocab_size):
+    if run.model.vocab_size < (least := data.least_vocab_size):
         raise UserError(
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {least} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
