@@ -38,7 +38,7 @@ WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_
 ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "REVOKED", "TIMEOUT")  # fmt: skip
 UNKNOWN_TO_SLURM = "no longer known to SLURM"
-DIRECTIVE, JOB_ID = "#SBATCH ", "SLURM_JOB_ID"
+DIRECTIVE = "#SBATCH "
 UNQUOTED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.,:=/+@%[]")
 """Characters of an option that mean the same in a script with and without quotes."""
 AGENT_TASK = """
@@ -176,9 +176,9 @@ def _submit(job: Job, path: Path) -> str:
         words = [word for line in lines for word in shlex.split(line)]
     except ValueError as problem:
         raise UserError(f"--extra={', '.join(job.extra)}: {problem}. Quote it as in a script of sbatch.") from None
-    theirs = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
-    outside = {name: value for name, value in os.environ.items() if JOB_ID not in theirs or name not in theirs}
-    return ask("sbatch", "--parsable", *words, str(path), environment=outside).split(";")[0]
+    is_in_job = "SLURM_JOB_ID" in os.environ
+    kept = {k: v for k, v in os.environ.items() if not (is_in_job and k.startswith("SLURM_")) or k == "SLURM_CONF"}
+    return ask("sbatch", "--parsable", *words, str(path), environment=kept).split(";")[0]
 
 
 def _launched(job: Job, job_id: str) -> LaunchedJob:
