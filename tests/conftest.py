@@ -71,7 +71,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run of a tiny model, as the launcher leaves it."""
-    from argosy.data.manifest import TOKENIZER
     from argosy.launch import run_folder
     from argosy.parallel.world import World
     from tiny import EAGER, run_config, train_in
@@ -79,6 +78,6 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "trained"
     run_dir.mkdir()
     run = run_config(corpus, model={"max_seq_len": 128}, train={"steps": 40})
-    run_folder.write(run_dir, run, EAGER, corpus / TOKENIZER)
+    run_folder.write(run_dir, run, EAGER, [corpus])
     train_in(World(), run, EAGER, run_dir)
     return run_dir

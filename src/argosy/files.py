@@ -150,7 +150,7 @@ def lock_or_holder(file: TextIO) -> str | None:
 
     If another process holds it, return that one's number as text. The kernel releases the lock when the process dies.
     """
-    for _ in range(LOCK_TRIES):  # `is_abandoned` holds it for a moment
+    for _ in range(LOCK_TRIES):  # `is_abandoned` and `is_locked` hold it for a moment
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break

@@ -15,7 +15,6 @@ from argosy.compare.replay import replay
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.launch import run_folder
 from argosy.observe.events import Events
@@ -30,7 +29,7 @@ def run_dir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir.mkdir()
     launch = {"threads": 1, "device": "cpu"}  # as here
     run = run_config(corpus, checkpoint={"every_steps": 3, "keep_last": 9}, launch=launch)
-    run_folder.write(run_dir, run, EAGER, corpus / TOKENIZER)
+    run_folder.write(run_dir, run, EAGER, [corpus])
     train_in(World(), run, EAGER, run_dir)
     return run_dir
 

@@ -27,7 +27,7 @@ def test_sources_that_only_stages_name_are_scored_as_in_the_run(corpus, tmp_path
     stages = [{"from_step": 1, "sources": {str(other): 1.0}}]
     run = run_config(corpus, data={"stages": stages}, train={"steps": 2})
     (folder := tmp_path / "run").mkdir()
-    run_folder.write(folder, run, EAGER, corpus / "tokenizer.json")
+    run_folder.write(folder, run, EAGER, [corpus])
     train_in(World(), run, EAGER, folder)
     validation = Report.load(folder).validation
     assert validation["loss"] == pytest.approx(evaluate(folder, max_tokens=run.evaluate.tokens).loss, rel=1e-6)

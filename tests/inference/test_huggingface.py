@@ -151,7 +151,7 @@ def test_how_the_tokenizer_is_used_goes_through_a_run_that_starts_from_the_weigh
     import_checkpoint(folder, tmp_path / "imported")
     tuned = shutil.copytree(tmp_path / "imported", tmp_path / "tuned", ignore=shutil.ignore_patterns(*usage))
     run = load(tuned / "run.toml", {"model.weights": tmp_path / "imported"})
-    write(tuned, run, Plan(), folder / "tokenizer.json")
+    write(tuned, run, Plan(), [folder])
     for source in ("imported", "tuned"):
         export_checkpoint(tmp_path / source, tmp_path / f"{source}-out")
         assert {name: (tmp_path / f"{source}-out" / name).read_bytes().decode() for name in usage} == usage

@@ -17,7 +17,6 @@ import pytest
 
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
-from argosy.data.manifest import TOKENIZER
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
 from argosy.launch.local import fork_server, train, would_train
@@ -36,7 +35,7 @@ def launch(run: RunConfig, corpus: Path, run_dir: Path, **settings: Any) -> None
     """Train `run` in a process of its own, until it is done."""
     run_dir.mkdir(exist_ok=True)
     run = run.model_copy(update={"launch": run.launch.model_copy(update=settings)})
-    run_folder.write(run_dir, run, EAGER, corpus / TOKENIZER)
+    run_folder.write(run_dir, run, EAGER, [corpus])
     with fork_server(RunDisplay()) as forks:
         Agent(run_dir, run, EAGER, forks).run()
 

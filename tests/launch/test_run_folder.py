@@ -189,14 +189,15 @@ def test_a_plan_that_cannot_run_is_refused_before_data_are_prepared(tmp_path, mo
 
 
 def test_the_folder_then_needs_nothing_else_to_be_used(tmp_path):
-    (tmp_path / "elsewhere.json").write_text("a tokenizer")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/tokenizer.json").write_text("a tokenizer")
     asked = run(data={"prepare": {"out": tmp_path}})
-    run_folder.write(tmp_path, asked, Plan(microbatch=2), tmp_path / "elsewhere.json")
+    run_folder.write(tmp_path, asked, Plan(microbatch=2), [tmp_path / "data"])
     assert (tmp_path / "tokenizer.json").read_text() == "a tokenizer"
     assert load(tmp_path / "run.toml") == asked
     assert Plan.load(tmp_path / "plan.toml") == Plan(microbatch=2)
     here = {"nodes": 2, "lease": "folder", "node": "a", "address": "10.0.0.1"}  # others read it too
-    run_folder.write(tmp_path, asked.with_keys(launch=here), Plan(), tmp_path / "elsewhere.json")
+    run_folder.write(tmp_path, asked.with_keys(launch=here), Plan(), [tmp_path / "data"])
     assert load(tmp_path / "run.toml") == asked.with_keys(launch={"nodes": 2, "lease": "folder"})
 
 
@@ -208,12 +209,12 @@ def test_a_run_on_conversations_keeps_the_template_of_its_data(tmp_path):
     for objective in ("sft", "pretrain"):
         run_dir = tmp_path / objective
         run_dir.mkdir()
-        run_folder.write(run_dir, run(train={"objective": objective}), Plan(), data / "tokenizer.json")
+        run_folder.write(run_dir, run(train={"objective": objective}), Plan(), [data])
         assert (run_dir / "chat_template.jinja").exists() == (objective == "sft")
     text = tmp_path / "text"  # that is mixed in, and named first
     text.mkdir()
     (text / "tokenizer.json").write_text("{}")
-    run_folder.write(text, run(train={"objective": "sft"}), Plan(), text / "tokenizer.json", [text, data])
+    run_folder.write(text, run(train={"objective": "sft"}), Plan(), [text, data])
     assert (text / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
@@ -223,22 +224,22 @@ def test_a_finished_run_whose_steps_were_made_elsewhere_is_said_to_have_no_repor
 
 
 def test_a_full_disk_is_a_message(tmp_path):
-    (tmp_path / "elsewhere.json").write_text("a tokenizer")
+    (tmp_path / "tokenizer.json").write_text("a tokenizer")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
     try:
         with pytest.raises(StorageError, match=r"cannot be written \(.*Free some space"):
-            run_folder.write(tmp_path, run(), Plan(), tmp_path / "elsewhere.json")
+            run_folder.write(tmp_path, run(), Plan(), [tmp_path])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_plan_that_is_replaced_is_kept_under_the_step_it_was_in_force_until(tmp_path):
-    (tmp_path / "tokenizer").write_text("")
+    (tmp_path / "tokenizer.json").write_text("")
     for microbatch, step in ((1, 0), (1, 3), (2, 5)):
         if step:
             hold(tmp_path, run(), step)
-        run_folder.write(tmp_path, run(), Plan(microbatch=microbatch), tmp_path / "tokenizer")
+        run_folder.write(tmp_path, run(), Plan(microbatch=microbatch), [tmp_path])
     assert Plan.load(tmp_path / "plan.toml") == Plan(microbatch=2)
     assert {path.name for path in tmp_path.glob("plan-*")} == {"plan-00000005.toml"}
     assert Plan.load(tmp_path / "plan-00000005.toml") == Plan(microbatch=1)

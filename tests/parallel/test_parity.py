@@ -15,7 +15,6 @@ import pytest
 
 from argosy.compare.parity import TOLERANCE, compare
 from argosy.config.schema import RunConfig
-from argosy.data.manifest import TOKENIZER
 from argosy.launch import run_folder
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
@@ -339,7 +338,7 @@ def run_of(family: str, documents: Path) -> RunConfig:
 
 def enter(run_dir: Path, run: RunConfig, plan: Plan, documents: Path) -> Path:
     """The folder as the launcher leaves it to the workers."""
-    run_folder.write(run_dir, run, plan, documents / TOKENIZER)
+    run_folder.write(run_dir, run, plan, [documents])
     return run_dir
 
 

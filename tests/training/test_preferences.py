@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from argosy.compare.replay import replay
 from argosy.config.dump import save_run
-from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import ID_MASK, MISMATCHED_BIT, REJECTED_BIT, START_BIT, TRAINED, Words
 from argosy.data.shards import TokenSource
 from argosy.errors import UserError
@@ -223,7 +222,7 @@ def test_a_step_is_done_again_beside_the_answers_of_the_start(tmp_path: Path) ->
     launch, checkpoint = {"threads": 1, "device": "cpu"}, {"every_steps": 2, "keep_last": 9}
     run = run_config(folder, train={"objective": "dpo"}, data=data, launch=launch, checkpoint=checkpoint)
     (tmp_path / "run").mkdir()
-    run_folder.write(tmp_path / "run", run, EAGER, folder / TOKENIZER)
+    run_folder.write(tmp_path / "run", run, EAGER, [folder])
     train_in(World(), run, EAGER, tmp_path / "run")
     found = replay(tmp_path / "run", 3)
     assert found.start == 2 and found.is_equal, found

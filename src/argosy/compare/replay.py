@@ -93,7 +93,7 @@ def replay(run_dir: Path, step: int, *, trust_code: bool = False, say: Callable[
         say(f"steps {start} to {step} again, from {begin}: {plan}")
     with tempfile.TemporaryDirectory(prefix=".argosy-replay-", dir=_writable(run_dir.absolute().parent)) as folder:
         copy = Path(folder)
-        run_folder.write(copy, run, plan, run_dir / "tokenizer.json")
+        run_folder.write(copy, run, plan, [run_dir])
         if checkpoint is not None:
             _link(checkpoint.folder.iterdir(), store.step_folder(copy, checkpoint.step))
             _link(run_dir.glob(REFERENCES), copy)

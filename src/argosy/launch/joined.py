@@ -13,7 +13,6 @@ from pathlib import Path
 
 from argosy.checkpoint import fence
 from argosy.config.schema import RunConfig
-from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError, UserError
 from argosy.extend.loading import approve
 from argosy.launch import run_folder
@@ -156,7 +155,7 @@ def _settle(
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
     plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
     check_profile(run, plan)
-    run = run_folder.write(run_dir, run, plan, data.folders[0] / TOKENIZER, data.folders)
+    run = run_folder.write(run_dir, run, plan, data.folders)
     (run_dir / "report.json").unlink(missing_ok=True)  # of a run that was stopped: it goes on
     generation = fence.newest_generation(run_dir) + 1
     fence.begin_generation(run_dir, generation)

@@ -12,7 +12,6 @@ from argosy.checkpoint.store import committed
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
-from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError, counted
 from argosy.extend.loading import approve
 from argosy.launch import run_folder
@@ -109,7 +108,7 @@ def _train(
             with progress.during("choosing a plan"):
                 plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
             check_profile(run, plan)
-            run = run_folder.write(run_dir, run, plan, data.folders[0] / TOKENIZER, data.folders)
+            run = run_folder.write(run_dir, run, plan, data.folders)
         progress.close()
         if (report := _report_if_finished(run_dir, run)) is not None:
             progress.say(run_folder.finished_in_words(run_dir, run))

@@ -231,22 +231,21 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     return run
 
 
-def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path, data: Sequence[Path] = ()) -> RunConfig:
+def write(run_dir: Path, run: RunConfig, plan: Plan, data: Sequence[Path]) -> RunConfig:
     """Write run.toml, plan.toml and copies of the tokenizer and of the user's code to the folder.
 
     It can then be used without the data, and goes on with the code that it began with. With the tokenizer go what the
-    weights that the run starts from say of its use (`usage_of`), and the template of conversations in `data`, folders
-    of which some may hold plain text; default: that of the tokenizer. A plan that is replaced is kept as
-    plan-STEP.toml.
-    Returns the run as it was written. Raises: StorageError if the disk is full.
+    weights that the run starts from say of its use (`usage_of`), and the template of conversations. data: the folders
+    that have both; some may hold plain text, without a template. A plan that is replaced is kept as plan-STEP.toml.
+    Returns the run with the code that was copied. Raises: StorageError if the disk is full.
     """
     try:
         with atomic_write(run_dir / TOKENIZER) as file:
-            file.write(tokenizer.read_bytes())
+            file.write((data[0] / TOKENIZER).read_bytes())
         for name, text in usage_of(run.model.weights).items() if run.model.weights else ():
             with atomic_write(run_dir / name) as file:
                 file.write(text)
-        templates = [path for folder in data or [tokenizer.parent] if (path := folder / TEMPLATE).is_file()]
+        templates = [path for folder in data if (path := folder / TEMPLATE).is_file()]
         if run.train.objective != "pretrain" and templates:
             with atomic_write(run_dir / TEMPLATE) as file:  # that of the data: it may be another than the weights'
                 file.write(templates[0].read_bytes())

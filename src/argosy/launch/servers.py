@@ -12,7 +12,6 @@ from argosy.config.load import RUN_FILE, load
 from argosy.config.observe import ObserveConfig
 from argosy.config.schema import RunConfig
 from argosy.config.sync import server_name, server_number
-from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError, counted
 from argosy.extend.loading import approve
 from argosy.faults import RUN_DIR
@@ -150,7 +149,7 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
             check(run)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
             written = run.model_copy(update={"site": ""})
-            run_folder.write(run_dir, written, SERVERS_PLAN, data.folders[0] / TOKENIZER, data.folders)
+            run_folder.write(run_dir, written, SERVERS_PLAN, data.folders)
         progress.close()
         if is_finished(run_dir, run):
             progress.say(run_folder.finished_in_words(run_dir, run))
