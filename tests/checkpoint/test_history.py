@@ -11,11 +11,11 @@ SECOND = FIRST.next("b2", 20)
 
 
 def test_position_and_history_go_through_the_metadata_of_a_file():
-    position = Position(7, 700, ((1, 2), (5, 9)))
+    position = Position(7, 700, ((1, 2), (5, 9)), 3, "5a")
     assert from_metadata(to_metadata(position, SECOND)) == (position, SECOND)
 
 
-@pytest.mark.parametrize("wrong", [{"position": "7"}, {"position": "[7, 700, 3, 0]"}, {"history": "[1, [2], 3]"}])
+@pytest.mark.parametrize("wrong", [{"position": "7"}, {"position": '[7, 700, 3, 0, ""]'}, {"history": "[1, [2], 3]"}])
 def test_metadata_of_something_else_are_a_value_error(wrong):
     with pytest.raises(ValueError):
         from_metadata(to_metadata(Position(7, 700), SECOND) | wrong)

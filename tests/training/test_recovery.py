@@ -211,7 +211,7 @@ class Training:
         while self.state.step < step:
             self.apply(self.update())
             if self._copies is not None and self.state.step in copy_at:
-                self._copies.save(Position(self.state.step, self.state.tokens), self.state.boxes())
+                self._copies.save(self.state.position, self.state.boxes())
                 self._copies.wait()
         return self
 
@@ -285,6 +285,13 @@ def test_a_lost_replica_comes_back_from_the_others_and_no_step_is_lost(
         assert (recovery.tier, recovery.step, recovery.steps_lost) == ("live", 3, 0)
         assert recovery.sent_bytes > 0 and recovery.last_update.step == 2
     assert_same_bits([values for _, values in answers], undisturbed(plan, 5, **model))
+
+
+def test_an_adapter_s_next_world_knows_which_weights_it_stands_beside():
+    before = Training(World(), "")
+    before.state.base_sha256 = "5a"
+    after = Training(World(), "", before.state)
+    assert (after.recovery.tier, after.state.base_sha256) == ("live", "5a")
 
 
 def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], model: dict[str, Any]) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 REMEMBERED_WORLDS = 64
 """Number of worlds that are remembered; what older ones left is long replaced."""
@@ -27,6 +27,8 @@ class Position:
     """Ranges of samples that no update is made from."""
     rounds: int = 0
     """Outer steps made; 0 unless the run has sites."""
+    base_sha256: str = ""
+    """SHA-256 of the weights beside an adapter (`CheckpointManifest.base_sha256`); empty without one."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class History:
 def to_metadata(position: Position, history: History) -> dict[str, str]:
     """Return both as the metadata of a file."""
     return {
-        "position": json.dumps([position.step, position.tokens, position.skipped, position.rounds]),
+        "position": json.dumps(astuple(position)),
         "history": json.dumps([history.depth, history.ended, history.world]),
     }
 
@@ -69,10 +71,10 @@ def to_metadata(position: Position, history: History) -> dict[str, str]:
 def from_metadata(about: dict[str, str]) -> tuple[Position, History]:
     """Return what `to_metadata` was given. Raises: KeyError, ValueError if `about` is something else."""
     try:
-        step, tokens, skipped, rounds = json.loads(about["position"])
+        step, tokens, skipped, rounds, base_sha256 = json.loads(about["position"])
         depth, ended, world = json.loads(about["history"])
         return (
-            Position(step, tokens, tuple((first, end) for first, end in skipped), rounds),
+            Position(step, tokens, tuple((first, end) for first, end in skipped), rounds, base_sha256),
             History(depth, tuple((name, last) for name, last in ended), world),
         )
     except TypeError as problem:  # a number where there should be a list

@@ -58,8 +58,6 @@ class Checkpointer:
         self._remote = Remote(settings.remote, run_dir) if settings.remote else None
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
         self._saver = Saver(run_dir, world, self._hear, upkeep, check)
-        self._base_sha256 = ""
-        """The base weights that an adapter's checkpoints name."""
         self.last_save_s = self._save_before_s = time.monotonic()
         """Start of the last save that was not interrupted."""
 
@@ -105,7 +103,7 @@ class Checkpointer:
             plan=str(self._plan),
             data_identity=self._data_identity,
             config_sha256=self._config_sha256,
-            base_sha256=self._base_sha256,
+            base_sha256=state.base_sha256,
             has_optimizer=True,
             files={},
         )
@@ -201,8 +199,7 @@ class Checkpointer:
         set_generators(random, self._world)
         manifest = checkpoint.manifest
         state.step, state.tokens, state.rounds = manifest.step, manifest.tokens, manifest.rounds
-        state.skipped, state.history = manifest.skipped, manifest.history
-        self._base_sha256 = manifest.base_sha256
+        state.skipped, state.history, state.base_sha256 = manifest.skipped, manifest.history, manifest.base_sha256
         changed = {"config_changed": True} if self._config_sha256 not in ("", manifest.config_sha256) else {}
         self._events.write("resume", step=state.step, checkpoint=str(checkpoint.folder), **changed)
         return checkpoint
@@ -214,17 +211,17 @@ class Checkpointer:
         is_beside = state.model.has_adapter
         weights, quantised = state.base() if is_beside else state.weights(), state.quantised_base()
         if is_model_folder(folder):
-            sha256 = self._world.share_first(lambda: check_folder(folder, self._base_sha256), str) if is_beside else ""
+            sha256 = self._world.share_first(lambda: check_folder(folder, state.base_sha256), str) if is_beside else ""
             fill_from_folder({**weights, **quantised}, folder, before_each)
         else:
-            checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
+            checkpoint = self._world.share_first(lambda: find_weights(folder, state.base_sha256), Checkpoint)
             _check_fits(_but_a_new_score({**weights, **quantised}, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
             load_into(weights, checkpoint)
             fill_from_checkpoint(quantised, checkpoint, before_each)
             sha256 = checkpoint.manifest.sha256
         state.model.after_update()
         if is_beside:
-            self._base_sha256 = sha256
+            state.base_sha256 = sha256
 
     def _newest_step(self) -> int | None:
         steps = [c.step for c in store.committed(self._run_dir)]

@@ -372,7 +372,7 @@ def _take(
     _take_scale(found.leader, held, tensors, group)
     state.restored(tensors)
     state.step, state.tokens, state.skipped = found.position.step, found.position.tokens, found.position.skipped
-    state.rounds = found.position.rounds
+    state.rounds, state.base_sha256 = found.position.rounds, found.position.base_sha256
     return traffic
 
 

@@ -85,6 +85,8 @@ class TrainState:
     """Samples of bad steps: no update is made from them (`data.order.kept`)."""
     history: History = field(default_factory=History)
     """The worlds that led to the state."""
+    base_sha256: str = ""
+    """SHA-256 of the weights beside an adapter, which every world has to read again; empty before the first."""
     pending: bool = False
     """Every piece has its gradient of step `step`: whole, divided by the loss scale, not clipped."""
     is_prepared: bool = False
@@ -103,7 +105,7 @@ class TrainState:
     @property
     def position(self) -> Position:
         """The state besides tensors, the same on all ranks."""
-        return Position(self.step, self.tokens, self.skipped, self.rounds)
+        return Position(self.step, self.tokens, self.skipped, self.rounds, self.base_sha256)
 
     @property
     def can_follow(self) -> bool:
