@@ -308,6 +308,12 @@ def test_a_run_that_turns_away_from_its_last_steps_forgets_their_checkpoints(tmp
     assert kept(tmp_path / "run") == Remote(str(there), tmp_path / "run").steps() == [2]
 
 
+def test_a_run_that_turns_away_from_all_its_checkpoints_can_be_started_again(tmp_path):
+    save(tmp_path, 2)
+    checkpointer(tmp_path).forget_from(1)
+    assert checkpointer(tmp_path).restore(state()) is None
+
+
 @pytest.mark.parametrize("lost", ["all", "newest", "newest damaged", "all damaged"])
 def test_what_is_lost_here_is_taken_from_the_remote_place(tmp_path, lost):
     run_dir, there = tmp_path / "run", str(tmp_path / "there")

@@ -140,13 +140,17 @@ class Checkpointer:
         return next((e for e in self._world.gather(None if there else self._saver.last_error, str | None) if e), None)
 
     def forget_from(self, step: int) -> None:
-        """Withdraw the checkpoints of `step` and later ones: the run turns away from them. All call it together."""
+        """Delete the checkpoints of `step` and later ones: the run turns away from them. All call it together.
+
+        They lose their names, and the next save removes them. None is set aside: where all are later ones, a run that
+        is started again would take them for damaged.
+        """
         self._saver.wait()
 
         def forget() -> bool:
             for checkpoint in store.committed(self._run_dir):
                 if checkpoint.step >= step:
-                    store.withdraw(checkpoint)
+                    fence.take_name(checkpoint.folder)
             self._forget_copies(step - 1)
             return True
 
