@@ -11,7 +11,7 @@ import pwd
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
@@ -173,6 +173,15 @@ def is_locked(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def holder_here(locks: Iterable[Path]) -> str | None:
+    """Return the number, as text, of a process of this machine that holds one of these locks; None if there is none."""
+    for path in locks:
+        with suppress(OSError):
+            if is_locked(path) and (held := path.read_text().split())[1:] == [boot_id()]:
+                return held[0]
+    return None
 
 
 def is_abandoned(path: Path) -> bool:

@@ -66,6 +66,18 @@ def test_a_folder_has_one_holder_at_a_time(tmp_path):
         pass
 
 
+@pytest.mark.parametrize(("node", "other"), [("", "a"), ("a", "")])
+def test_a_folder_has_a_run_of_one_machine_or_one_of_several(tmp_path, node, other):
+    with (
+        run_folder.locked(tmp_path, node, 2),
+        pytest.raises(UserError, match=r"in use by process \d+"),
+        run_folder.locked(tmp_path, other, 2),
+    ):
+        pass
+    with run_folder.locked(tmp_path, "a", 2), run_folder.locked(tmp_path, "b", 2):
+        pass
+
+
 def test_the_holder_is_named_and_its_death_frees_the_folder(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"

@@ -33,7 +33,7 @@ from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import USAGE, usage_of
 from argosy.engines.record import LAUNCH_FOLDER as LAUNCH
 from argosy.errors import RunFailed, StorageError, UserError, some_of
-from argosy.files import RUN_LOCK, MadeFolder, atomic_write, lock_or_holder, made_folder, make_folder
+from argosy.files import RUN_LOCK, MadeFolder, atomic_write, holder_here, lock_or_holder, made_folder, make_folder
 from argosy.launch.devices import check_compiler
 from argosy.launch.resolve import check_memory, with_known_sizes
 from argosy.observe.report import Report
@@ -151,7 +151,9 @@ def locked(run_dir: Path, node: str = "", nodes: int = 1) -> Iterator[None]:
     with making_folder(run_dir, nodes) as folder:
         check_storage(run_dir, nodes)
         with _lock_file(run_dir / (f"{RUN_LOCK}-{node}" if node else RUN_LOCK)) as file:
-            if (holder := lock_or_holder(file)) is not None:
+            # Of a command for one machine where this is for several, and the other way round.
+            others = [run_dir / RUN_LOCK] if node else sorted(run_dir.glob(f"{RUN_LOCK}-*"))
+            if (holder := lock_or_holder(file) or holder_here(others)) is not None:
                 folder.is_kept = True  # it was found empty, and another process was faster
                 raise UserError(
                     f"{run_dir} is in use by process {holder}. Wait for it, or give this run another folder with "
