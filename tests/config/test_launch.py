@@ -39,7 +39,9 @@ def test_an_address_is_a_host_and_a_port(tmp_path):
     assert load(run_file(tmp_path, site="")).sites[0].address == ""
 
 
-@pytest.mark.parametrize("text", ["node1", "node1:", ":7100", "node1:0", "node1:99999", "two words:7100"])
+@pytest.mark.parametrize(
+    "text", ["node1", "node1:", ":7100", "node1:0", "node1:99999", "two words:7100", "node1..org:7100"]
+)
 def test_anything_else_is_refused_in_words(tmp_path, text):
     for keys, name in (({"server": text}, "sync.servers[0]"), ({"site": text}, "sites[0].address")):
         with pytest.raises(UserError) as refusal:
@@ -80,6 +82,7 @@ def test_each_form_is_taken_apart(text, parsed):
         ('lease = "etcd://"', ["is not one of the forms"]),
         ('lease = "etcd://h1:99999"', ['"h1:99999" is not HOST:PORT']),
         ('lease = "etcd://h1,,h2"', ['"" is not HOST:PORT']),
+        ('lease = "etcd://h1..org"', ['"h1..org" is not HOST:PORT']),
         ('lease = "kubernetes://Training/x"', ["kubernetes://NAMESPACE/NAME"]),
         ('lease = "etcd://me:hunter2@h1"', ["ETCDCTL_USER and ETCDCTL_PASSWORD"]),
         ('lease = "etcd://me@h1"', ["launch.lease names a user of etcd", "ETCDCTL_USER"]),

@@ -56,8 +56,16 @@ def host_of(header: str) -> str:
     return header.rpartition(":")[0] if header.count(":") == 1 else header
 
 
+def _can_be_called(host: str) -> bool:
+    """Return False for what no host is called, which sockets refuse with a UnicodeError: "node1..org"."""
+    with suppress(UnicodeError):
+        return bool(host.encode("idna"))
+    return False
+
+
 def _checked(text: str) -> str:
-    if not re.fullmatch(PATTERN, text) or not 0 < host_and_port(text)[1] <= MOST_PORT:
+    host, port = host_and_port(text) if re.fullmatch(PATTERN, text) else ("", 0)
+    if not (0 < port <= MOST_PORT and _can_be_called(host)):
         raise ValueError(
             f'"{text}" is no address. Write HOST:PORT, with a port from 1 to {MOST_PORT}, such as '
             '"node1.example.org:7100"'
@@ -154,9 +162,10 @@ class LeaseUrl:
         endpoints = []
         for host in hosts.split(","):
             found = _ENDPOINT.fullmatch(host)
-            if found is None or int(found[3] or ETCD_PORT) not in range(1, 65536):
+            name, port = (found[1] or found[2], int(found[3] or ETCD_PORT)) if found else ("", 0)
+            if not (0 < port <= MOST_PORT and _can_be_called(name)):
                 raise ValueError(f'lease = "{text}": "{host}" is not HOST:PORT')
-            endpoints.append((found[1] or found[2], int(found[3] or ETCD_PORT)))
+            endpoints.append((name, port))
         return cls("etcd", tuple(endpoints), is_tls, prefix.strip("/"))
 
 
