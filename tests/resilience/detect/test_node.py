@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +208,15 @@ def test_a_real_disk_is_probed_and_nothing_is_left_behind(tmp_path):
     reading = after_a_write(DiskProbe(tmp_path))
     assert reading.write_s < 10 and reading.free_bytes > 0 and reading.error is None
     assert not list(tmp_path.iterdir())
+
+
+def test_where_there_can_be_no_more_threads_the_trial_write_is_left_out(tmp_path, monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    reading = DiskProbe(tmp_path).read()
+    assert (reading.write_s, reading.error, reading.pending_s) == (None, None, 0.0) and reading.total_bytes
 
 
 def test_a_folder_that_is_gone_is_an_error(tmp_path):

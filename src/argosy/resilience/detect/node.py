@@ -124,7 +124,10 @@ class DiskProbe:
         now = time.monotonic()
         if self._began is None and now >= self._due:
             self._began, self._due = now, now + WRITE_EVERY_S
-            threading.Thread(target=self._write, name="argosy-disk-probe", daemon=True).start()
+            try:
+                threading.Thread(target=self._write, name="argosy-disk-probe", daemon=True).start()
+            except RuntimeError:  # there can be no more threads: the run needs none
+                self._began = None
         began = self._began
         write_s, error = result or (None, None)
         disk = _statistics(self._folder)
