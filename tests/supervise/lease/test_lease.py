@@ -147,6 +147,16 @@ def test_a_folder_that_is_gone_is_unreachable(tmp_path):
         a.renew()
 
 
+def test_a_renewal_in_a_folder_needs_no_more_room_on_the_disk(tmp_path):
+    a = open_lease("folder", tmp_path)
+    assert a.acquire(A)
+    a.renew()
+    (file,) = (tmp_path / ".coordinators").glob("renewed-*")
+    file.write_text("1234")
+    a.renew()
+    assert file.read_text() == "2234", "a file that is cut off first gives its room to others"
+
+
 # ---- etcd ------------------------------------------------------------------------------------------------------------
 
 

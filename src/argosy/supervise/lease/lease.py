@@ -9,6 +9,7 @@ begin one that has begun (`checkpoint.fence`). `FolderLease` is the backend that
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -150,8 +151,10 @@ class FolderLease:
     def renew(self) -> None:
         self.check(0)
         self._renewals += 1
-        with _reachable():
-            self._renewal(int(self.token)).write_text(str(self._renewals))
+        path = self._renewal(int(self.token))
+        # Over the number before, which is no longer: a disk that is full by now may have no room for it elsewhere.
+        with _reachable(), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+            file.write(str(self._renewals).encode())
 
     def check(self, generation: int) -> None:
         """Raises: LeaseLost if another has taken the lease. Which generation begins is noted by the fence alone."""
