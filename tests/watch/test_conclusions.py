@@ -48,7 +48,8 @@ def node_line(number: int, ranks: list[int], time_s: float, count: int) -> dict[
         "memory_bytes": [1e9 + rank for rank in ranks],
         "devices": [{"ranks": ranks, "name": "H100", "utilisation": 0.9, "power_w": 700.0, "clock_mhz": 1980}],
         "host": {"disk_free_bytes": 1e12 - number * 1e9},
-        "energy": {"joules": 4000.0, "source": "nvml"},
+        "energy": {"joules": 4000.0, "source": "nvml", "total_joules": 4000.0 * (number + 1),
+                   "total_device_s": 4.0 * len(ranks) * (number + 1)},
     }  # fmt: skip
 
 
@@ -63,6 +64,20 @@ def test_ranks_of_all_nodes_come_together(tmp_path: Path):
     assert facts.devices[1].ranks == (4, 5, 6, 7) and facts.devices[1].clock_mhz == 1980
     straggler = {advice.rule: advice for advice in advise(facts)}["straggler"]
     assert straggler.facts["rank"] == SLOW and "node1" in straggler.title and "forward" in straggler.evidence
+
+
+def test_power_is_that_of_the_time_that_the_run_had_though_it_was_stopped_and_lines_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_run(tmp_path / "run")
+    for path in (tmp_path / "run/nodes").iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines[2:]:
+            line["time_s"] += 50_000
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for most in (conclusions.MOST_CONCLUSION_LINES, 3):
+        monkeypatch.setattr(conclusions, "MOST_CONCLUSION_LINES", most)
+        assert facts_of(RunReader.read(tmp_path / "run")).power_w == pytest.approx(2 * 1000)
 
 
 @pytest.mark.parametrize("nodes", [2, READ_NODES + 1])

@@ -181,19 +181,23 @@ def _disks(reader: RunReader, now_s: float) -> Iterator[DiskSeen]:
 
 
 def _power(lines: dict[str, list[Record]]) -> tuple[float | None, str]:
-    """Return the mean power of all nodes over their lines, W, and where it is from."""
+    """Return the mean power of all nodes over their lines, W, and where it is from.
+
+    By their totals: of many lines only some are read, and between two of them the run may have been stopped.
+    """
     total, sources = 0.0, set()
     for each in lines.values():
-        told = [line for line in each if "energy" in line]
-        took_s = told[-1]["time_s"] - told[0]["time_s"] if told else 0.0
-        if took_s <= 0:  # a single line does not say how long it is about
+        told = [line for line in each if {"total_joules", "total_device_s"} <= line.get("energy", {}).keys()]
+        ends = [[told[n]["energy"][key] for n in (0, -1)] for key in ("total_joules", "total_device_s")] if told else []
+        joules, device_s = (last - first for first, last in ends) if ends else (0.0, 0.0)
+        if device_s <= 0:  # a single line does not say how long it is about
             power = [device.get("power_w") for device in each[-1].get("devices", ())]
             if not power or not all(isinstance(watts, int | float) for watts in power):
                 return None, ""
             total += float(sum(power))
             sources.add("nvml")
             continue
-        total += sum(line["energy"].get("joules", 0.0) for line in told[1:]) / took_s
+        total += joules / device_s * next((len(line["ranks"]) for line in reversed(told) if line.get("ranks")), 0)
         sources |= {str(line["energy"].get("source", "")) for line in told}
     if not sources or total <= 0:
         return None, ""
