@@ -146,6 +146,19 @@ def test_a_long_run_is_judged_by_its_last_lines(tmp_path: Path, monkeypatch: pyt
     assert last.mean_s("forward", slice(0, STEPS)) == pytest.approx(whole.mean_s("forward"), rel=0.01)
 
 
+def test_conclusions_are_about_the_steps_that_there_were_when_they_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(conclusions, "KNOWN", 250)
+    reader = write_run(tmp_path / "run")
+    facts = conclusions_of(reader).facts
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": STEPS, "loss": 2.0}) + "\n")
+    reader.refresh()
+    assert len(reader.steps) == STEPS + 1 and conclusions_of(reader).facts is facts
+    assert len(facts) == len(facts.column("seconds.step")) == STEPS
+
+
 def test_conclusions_are_kept_until_the_run_says_more(tmp_path: Path):
     reader = write_run(tmp_path / "run")
     assert conclusions_of(reader).advice is conclusions_of(reader).advice

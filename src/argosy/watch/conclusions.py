@@ -73,18 +73,19 @@ class _Newest:
     """The columns of a long run: `FIRST_KEYS` of all steps; of other keys the last values, NaN before."""
 
     def __init__(self, reader: RunReader):
-        self._of_all, self._count = reader.steps, len(reader.steps)
+        # All stay as long as they are now: conclusions are drawn when they are asked for, and the run may have grown.
+        self._of_all = {key: reader.steps[key] for key in FIRST_KEYS}
         lines = (line for line in from_the_end(reader.folder / "metrics.jsonl") if "loss" in line)
         last = rows_of(list(islice(lines, KNOWN))[::-1])
-        steps = reader.steps["step"]
-        at = np.minimum(np.searchsorted(steps, last.get("step", np.empty(0))), self._count - 1)
+        steps = self._of_all["step"]
+        at = np.minimum(np.searchsorted(steps, last.get("step", np.empty(0))), len(steps) - 1)
         self._is_there = steps[at] == last.get("step", np.empty(0))
         self._at, self._last = at[self._is_there], last
 
     def __getitem__(self, key: str) -> Floats:
         if key in FIRST_KEYS:
             return self._of_all[key]
-        column = np.full(self._count, np.nan)
+        column = np.full(len(self._of_all["step"]), np.nan)
         if key in self._last:
             column[self._at] = self._last[key][self._is_there]
         return column
