@@ -179,6 +179,8 @@ def test_the_first_step_at_a_hundredth_of_the_peak_is_named():
     found = advice(learning_rate_ended, of_steps(100, small_run(train={"steps": 400}), lr=lr))
     assert found.evidence == "Since step 50 it is at most 1.0 % of its peak (0.01 of 1), and 300 steps are left."
     assert (found.gain, found.gain_share, found.steps) == ("300 steps, 75.0 % of the run", 0.75, (50, 99))
+    elsewhere = of_steps(100, small_run(train={"steps": 1000}), lr=lr, step=500.0 + np.arange(100))
+    assert advice(learning_rate_ended, elsewhere).gain_share == 0.4, "the first 500 were made elsewhere"
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,14 @@ def growing_gradients(facts: RunFacts, planner: Planner) -> Advice | None:
 
 def learning_rate_ended(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that steps are made at a learning rate of next to nothing."""
-    lr, left = facts.column("lr"), facts.steps_left
-    if len(lr) <= LR_STEPS or left is None or left < LR_STEPS:
+    lr, left, in_all = facts.column("lr"), facts.steps_left, facts.steps_in_all
+    if len(lr) <= LR_STEPS or in_all is None or left is None or left < LR_STEPS:
         return None
     peak, lately = float(np.nanmax(lr)), lr[-LR_STEPS:]
     if not (peak > 0 and np.all(lately <= LR_ENDED * peak) and np.all(np.diff(lately) <= 0)):
         return None
     since = int(facts.column("step")[len(lr) - int(np.argmax(lr[::-1] > LR_ENDED * peak))])
-    if len(lr) + left - since <= LR_TAIL * (len(lr) + left):
+    if in_all - since <= LR_TAIL * in_all:
         return None
     return Advice(
         "learning_rate_ended",
@@ -125,8 +125,8 @@ def learning_rate_ended(facts: RunFacts, planner: Planner) -> Advice | None:
         f"{left} steps are left.",
         "These steps change next to nothing: stop here, or set schedule.final_ratio = 0.1 and a later train.steps, so "
         "that they learn.",
-        f"{left} steps, {percent(left / (left + len(facts)))} of the run",
-        left / (left + len(facts)),
+        f"{left} steps, {percent(left / in_all)} of the run",
+        left / in_all,
         steps=(since, facts.over[1]),
         facts={"lr": float(lately[-1]), "peak": peak, "left": left},
     )
