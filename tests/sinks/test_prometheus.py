@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from argosy.config.dump import save_run
+from argosy.config.schema import RunConfig
 from argosy.sinks import prometheus
 from argosy.sinks.prometheus import Prometheus
 from argosy.sinks.worker import Feed, about
@@ -71,17 +73,20 @@ def test_the_newest_of_a_run_is_there(tmp_path):
 
 
 def test_a_sink_that_was_restarted_says_what_it_said(tmp_path):
-    run = RunFolder(tmp_path, prometheus={"port": 0})
+    run = RunFolder(tmp_path)
+    in_minutes = {"name": "tiny", "observe": {"prometheus": {"port": 0}}, "train": {"minutes": 1.0}}
+    save_run(RunConfig.model_validate(in_minutes), tmp_path / "run.toml")
     run.step(0, 1)
     run.evaluation(1, 3.0)
     run.event("save")
+    run.event("length", steps=7)
     with listening(tmp_path) as sink:
         Feed(tmp_path, {}).take().tell(sink)
         sink.rewind(1)
         state = json.loads(json.dumps(sink.state))
     with listening(tmp_path, state) as sink:
         _, text = get(sink.state["address"])
-    assert 'argosy_steps_done{run="tiny"} 1' in text
+    assert 'argosy_steps_done{run="tiny"} 1' in text and 'argosy_steps_planned{run="tiny"} 7' in text
     assert "argosy_validation_loss" not in text  # it is of a step that was lost
     assert 'argosy_events_total{run="tiny",event="save"} 1' in text
 

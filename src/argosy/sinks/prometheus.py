@@ -54,7 +54,8 @@ class Prometheus(Sink):
         super().__init__(about)
         settings = about.config["observe"]["prometheus"]
         plan, model = about.plan_text, about.config["model"].get("preset") or ""
-        self._latest = LatestFacts(about.name, plan, model, about.config["train"]["steps"] or None)
+        steps = about.config["train"]["steps"] or self.state.get("steps")
+        self._latest = LatestFacts(about.name, plan, model, steps)
         self._latest.step = self.state.get("step", {})
         self._latest.evaluation = self.state.get("evaluation", {})
         self._latest.events = Counter(self.state.get("events", {}))
@@ -75,7 +76,7 @@ class Prometheus(Sink):
         self._latest.events.update(str(record.get("event")) for record in records)
         for record in records:
             if record.get("event") == "length":
-                self._latest.steps = record["steps"]
+                self._latest.steps = self.state["steps"] = record["steps"]
         self.state["events"] = dict(self._latest.events)
 
     def rewind(self, step: int) -> None:
