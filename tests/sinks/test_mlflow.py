@@ -45,11 +45,15 @@ def test_a_run_is_written_to_the_tracking_server_of_the_run_file(tmp_path, monke
     told = SinkSession(run.path, "mlflow")
     run.step(0, 1, user={"a//../b/": 2.0, "x" * 300: 3.0})
     told.catch_up()
+    run.evaluation(1, 3.5)
+    told.catch_up()
     told.close()
     found = client(uri)
     (one,) = found.search_runs([found.get_experiment_by_name("mine").experiment_id])
     assert one.info.run_name == "tiny"
     assert [point.value for point in found.get_metric_history(one.info.run_id, "train/loss")] == [0, 1]
+    (evaluated,) = found.get_metric_history(one.info.run_id, "validation/loss")
+    assert evaluated.timestamp == 1000 * (1.8e9 + 1), "its line has no time of its own"
     assert one.data.metrics["user/a/_/_/b/_"] == 2.0
     assert one.data.params["optimizer.kind"] == "adamw"
     assert one.info.status == "KILLED"  # the run left no report

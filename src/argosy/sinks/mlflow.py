@@ -24,7 +24,7 @@ NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
 
 class Mlflow(Sink):
-    """Logs a run to MLflow. State: `run_id`."""
+    """Logs a run to MLflow. State: `run_id`, and `time_s` of the last line that had one."""
 
     can_rewind = False
 
@@ -49,7 +49,11 @@ class Mlflow(Sink):
             self._begin()
 
     def numbers(self, lines: Sequence[tuple[Record, dict[str, float]]]) -> None:
-        points = [point for record, values in lines for point in _points(record, values)]
+        points: list[Metric] = []
+        for record, values in lines:
+            self.state["time_s"] = record.get("time_s", self.state.get("time_s", 0.0))  # an evaluation has none
+            at_ms, step = int(1000 * self.state["time_s"]), record["step"]
+            points += [Metric(_allowed(name), value, at_ms, step) for name, value in values.items()]
         for start in range(0, len(points), MOST_METRICS):
             self._client.log_batch(self.state["run_id"], metrics=points[start : start + MOST_METRICS])
 
@@ -83,11 +87,6 @@ class Mlflow(Sink):
         ]
         for start in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self.state["run_id"], params=params[start : start + MOST_PARAMS])
-
-
-def _points(record: Record, values: dict[str, float]) -> list[Metric]:
-    time_ms = int(1000 * record.get("time_s", 0.0))
-    return [Metric(_allowed(name), value, time_ms, record["step"]) for name, value in values.items()]
 
 
 def _allowed(name: str) -> str:
