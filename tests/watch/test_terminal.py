@@ -229,3 +229,20 @@ def test_keys_choose_the_run_and_the_terminal_is_as_it_was(tmp_path, monkeypatch
         shown += os.read(main, 1 << 16).decode(errors="replace")
     assert "first (1 of 2)" in shown and "second (2 of 2)" in shown
     assert termios.tcgetattr(end) == before
+
+
+def test_keys_that_were_typed_at_once_are_read_one_by_one(monkeypatch):
+    reader, writer = os.pipe()
+    os.write(writer, b"\x1b[B\x1b[1;5Cqn\x1b")
+    with os.fdopen(reader, "rb", buffering=0) as keyboard:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        assert [terminal.typed_key(0.0) for _ in range(6)] == ["\x1b[B", "\x1b[1;5C", "q", "n", "\x1b", ""]
+    os.close(writer)
+
+
+def test_ctrl_c_before_the_first_picture_ends_it(tmp_path, monkeypatch):
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal, "seen", interrupted)
+    terminal._show([made(tmp_path, "large")])

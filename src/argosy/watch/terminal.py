@@ -331,7 +331,7 @@ def _in_printable_words(view: RunView) -> RunView:
 
 
 def _show(runs: list[Path]) -> None:
-    at, folders = 0, {0: FolderView(runs[0])}
+    at, folders, view = 0, {0: FolderView(runs[0])}, RunView()
     surface = TerminalSurface(sys.stdout)
     try:
         while True:
@@ -361,5 +361,9 @@ def _keys() -> Iterator[None]:
 
 def typed_key(timeout_s: float) -> str:
     """Return what was typed within this time, one key with its whole escape sequence; "" if nothing was."""
-    ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
-    return os.read(sys.stdin.fileno(), 16).decode(errors="replace") if ready else ""
+    key = b""
+    while select.select([sys.stdin], [], [], 0.0 if key else timeout_s)[0]:
+        key += (byte := os.read(sys.stdin.fileno(), 1))
+        if not byte or key[:1] != b"\x1b" or (len(key) > 2 and byte.isalpha()) or byte == b"~":
+            break
+    return key.decode(errors="replace")
