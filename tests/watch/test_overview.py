@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from argosy.config.dump import save_run
+from argosy.config.schema import RunConfig
+from argosy.plan.plan import Plan
+from argosy.watch.nodes import EnergySoFar
 from argosy.watch.overview import (
     MOST_PROFILES,
     details,
+    energy,
     goodput,
     line,
     logs,
@@ -62,6 +68,32 @@ def test_a_run_in_minutes_that_goes_on_to_a_number_of_steps_makes_that_many(tmp_
     append(reader.folder / "events/rank-0.jsonl", {"time_s": START_S + 1, "event": "length", "steps": 80})
     reader.refresh()
     assert row_of("demo", reader).steps == 100
+
+
+@pytest.mark.parametrize(("plan", "step_s"), [("tp=1", 4.0), ("tp=2", 8.0)])
+def test_the_pace_is_that_of_the_last_step_s_batch_and_plan(tmp_path: Path, plan: str, step_s: float) -> None:
+    run = RunFolder(tmp_path)
+    ramp = {"steps": 200, "global_batch": 8, "batch_ramp": [{"until_step": 100, "global_batch": 2}]}
+    save_run(RunConfig.model_validate({"name": "tiny", "train": ramp}), tmp_path / "run.toml")
+    run.event("start", step=0, plan="tp=1")
+    run.event("start", step=105, plan=plan)
+    took_s = [*[1.0] * 100, *[4.0] * 5, *[step_s] * 5]
+    for step in range(110):
+        run.step(step, time_s=time.time() - sum(took_s[step + 1 :]))
+    tail = RunTail(tmp_path)
+    tail.refresh()
+    for each in (RunReader.read(tmp_path), tail):
+        assert row_of("tiny", each).eta_s == pytest.approx(90 * step_s, rel=0.01)
+
+
+def test_a_worker_s_energy_is_over_its_own_tokens(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    Plan.parse("sync=async,compile=false").save(tmp_path / "plan.toml")
+    run.step(0, 1, tokens=10**9)  # those of all workers
+    append(tmp_path / "nodes/one.jsonl", {"time_s": 1.0, "energy": {"joules": 50.0, "source": "nvml"}})
+    reader = RunReader.read(tmp_path)
+    assert reader.run is not None
+    assert energy(reader, EnergySoFar(tmp_path))["per_token"] == {"joules": 25.0 / reader.run.tokens_per_step}
 
 
 def test_a_folder_that_tells_nothing_has_no_figures(tmp_path: Path) -> None:

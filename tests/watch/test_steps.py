@@ -5,8 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from argosy.plan.plan import Plan
 from argosy.watch.reader import RunReader
 from argosy.watch.steps import memory, step_parts
+
+PREDICTED = """
+[prediction]
+cluster = "this CPU"
+step_s = [0.1, 0.15, 0.3]
+memory_bytes = [1e6, 2e6, 3e6]
+seconds = {matmul = 0.15}
+memory = {weights = 1e6}
+traffic = {}
+"""
 
 
 def line(step: int, **more: object) -> str:
@@ -27,6 +38,26 @@ def test_replicas_that_sum_exactly_have_none(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line(0) + "\n")
     reader = RunReader.read(tmp_path)
     assert step_parts(reader)["sync"] == {}
+
+
+def test_steps_of_another_plan_or_of_smaller_batches_are_not_held_against_the_prediction(tmp_path: Path) -> None:
+    ramp = "[{until_step = 10, global_batch = 4}]"
+    (tmp_path / "run.toml").write_text(f'name = "a"\n[train]\nsteps = 40\nglobal_batch = 8\nbatch_ramp = {ramp}\n')
+    Plan(dp_replicate=2).save(tmp_path / "plan.toml", PREDICTED)
+    (tmp_path / "events").mkdir()
+    starts = [{"time_s": 1.0, "event": "start", "step": step, "plan": f"tp={step + 1}"} for step in (0, 25)]
+    (tmp_path / "events/rank-0.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    lines = [
+        line(step, seconds={"forward": took, "step": took}, step_time_s=took)
+        for step, took in enumerate([1.0] * 10 + [2.0] * 15 + [4.0] * 5)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    reader = RunReader.read(tmp_path)
+    found = step_parts(reader)
+    assert found["measured"]["forward_backward"] == 4.0 and found["predicted"]["forward_backward"] == 0.15
+    for first, last in ((0, 9), (0, 24)):
+        found = step_parts(reader, first, last)
+        assert found["predicted"] == {} and found["words"] == "" and found["measured"]["forward_backward"] > 0
 
 
 def test_each_site_s_part_in_the_rounds_is_told(tmp_path: Path) -> None:

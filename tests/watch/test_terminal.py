@@ -75,7 +75,29 @@ def test_curves_parts_and_time_left_follow_the_lines(tmp_path):
     assert view.left_s == pytest.approx(10 * (0.4 + 1.0 / 10))  # with one evaluation in ten steps
     ramp = "[{until_step = 15, global_batch = 4}]"
     (tmp_path / "run.toml").write_text(f'name = "mine"\n[train]\nsteps = 20\nglobal_batch = 8\nbatch_ramp = {ramp}\n')
-    assert FolderView(tmp_path).look().left_s == pytest.approx((5 + 5 * 2) * 0.5), "steps of twice the batch are longer"
+    view = FolderView(tmp_path).look()
+    assert view.left_s == pytest.approx((5 + 5 * 2) * 0.5), "steps of twice the batch are longer"
+    assert view.predicted_step_s is None and view.predicted_parts == {}, "that is a step of the largest batch"
+    write(tmp_path, *(step(number) for number in range(10, 15)), step(15, forward=0.5))
+    view = FolderView(tmp_path).look()
+    assert view.predicted_step_s == 0.2 and view.parts["forward_backward"] == pytest.approx(0.7)
+    assert view.left_s == pytest.approx(4 * (0.8 + 1.0 / 16))
+
+
+def test_the_time_left_to_a_worker_is_that_of_its_own_steps(tmp_path):
+    (tmp_path / "run.toml").write_text('name = "mine"\n[train]\nsteps = 40\n')
+    Plan(sync="async").save(tmp_path / "plan.toml")
+    write(tmp_path, *(step(number) for number in range(0, 20, 2)))
+    assert FolderView(tmp_path).look().left_s == pytest.approx(21 * 10 / 19 * 0.4)
+
+
+def test_a_run_in_minutes_has_as_many_steps_as_fit(tmp_path):
+    (tmp_path / "run.toml").write_text('name = "mine"\n[train]\nminutes = 1.0\n')
+    write(tmp_path, *map(step, range(10)))
+    assert FolderView(tmp_path).look().steps is None
+    JsonLines(tmp_path / "events/rank-0.jsonl").write({"time_s": 1.0, "event": "length", "steps": 40})
+    view = FolderView(tmp_path).look()
+    assert view.steps == 40 and view.left_s == pytest.approx(30 * 0.4)
 
 
 def test_steps_that_are_run_again_replace_what_there_was(tmp_path):

@@ -292,6 +292,15 @@ def _column(table: Table, key: str) -> Floats:
         return np.empty(0)
 
 
+def batches_of(run: RunConfig | None, steps: Floats) -> Floats:
+    """Return the batch of each of these steps; 1 without a run file."""
+    if run is None:
+        return np.ones(len(steps))
+    batches = run.train.batches
+    ends = [end for end, _ in batches.stages]
+    return np.array(batches.all, dtype=float)[np.searchsorted(ends, steps, side="right")]
+
+
 def median(values: Floats | Iterable[float]) -> float:
     """Return the median of the finite values; NaN without any."""
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=float)

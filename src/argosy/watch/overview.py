@@ -24,6 +24,7 @@ from argosy.observe.records import NORM_KINDS
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
 from argosy.watch.columns import STEP_COLUMN
+from argosy.watch.facts import batches_of
 from argosy.watch.linefile import leads_away, table_of
 from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunFiles, RunReader, RunTail
@@ -90,7 +91,7 @@ def row_of(run_id: str, run: RunFiles) -> RunRow:
         state=run.state,
         why=run.why,
         step=_count(step.get("step")),
-        steps=_steps_to_make(run),
+        steps=run.steps_to_make,
         tokens=step.get("tokens"),
         loss=step.get("loss"),
         validation_loss=run.last_evaluation.get("validation_loss"),
@@ -146,15 +147,9 @@ def _count(step: Any) -> int | None:
     return None if step is None else int(step) + 1
 
 
-def _steps_to_make(run: RunFiles) -> int | None:
-    lengths = [event["steps"] for event in run.events if event["event"] == "length" and event.get("steps")]
-    planned = run.run.train.steps if run.run else 0
-    return planned or (lengths[-1] if lengths else None)
-
-
 def _eta_s(run: RunFiles) -> float | None:
     """Return the seconds that are left at the pace of the last steps, pauses between them included."""
-    done, steps = _count(run.last_line.get("step")), _steps_to_make(run)
+    done, steps = _count(run.last_line.get("step")), run.steps_to_make
     pace_s = _pace_s(run)
     if run.state != "training" or done is None or not steps or pace_s is None:
         return None
@@ -163,15 +158,20 @@ def _eta_s(run: RunFiles) -> float | None:
 
 
 def _pace_s(run: RunFiles) -> float | None:
+    """Return the seconds of a step with the batch of the last one, under the plan in force."""
     if isinstance(run, RunReader):
         rows = slice(-200, None)
         times, steps = run.steps["time_s"][rows], run.steps["step"][rows]
     else:
         times = np.array([line.get("time_s") or np.nan for line in run.recent_steps], dtype=float)
         steps = np.array([line["step"] for line in run.recent_steps], dtype=float)
+    under_plan = steps >= run.plan_since
+    if under_plan.sum() > 1:
+        times, steps = times[under_plan], steps[under_plan]
     if len(times) > 1 and np.isfinite(times[[0, -1]]).all() and times[-1] > times[0] and steps[-1] > steps[0]:
-        # A pause in which the run was down is not its pace.
-        each = np.diff(times) / np.diff(steps)
+        # A pause in which the run was down is not its pace; a step of a smaller batch took as much less.
+        batches = batches_of(run.run, steps)
+        each = np.diff(times) / np.diff(steps) * batches[-1] / batches[1:]
         return float(np.mean(each[each <= 20 * np.median(each)]))
     return run.recent_step_s
 

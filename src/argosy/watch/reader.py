@@ -18,7 +18,7 @@ from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import UserError
 from argosy.files import RUN_LOCK, is_abandoned, text_at_end
-from argosy.observe.events import from_the_end
+from argosy.observe.events import from_the_end, plan_since
 from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import Record, encodable, evaluation_line, record_of, report_of, step_line
 from argosy.plan.cost.prediction import Prediction
@@ -157,6 +157,18 @@ class RunFiles:
             "plan.toml": lambda: self._plan.refresh() | self._prediction.refresh(),
             "report.json": self._report.refresh,
         }
+
+    @property
+    def plan_since(self) -> int:
+        """The step from which on the plan in force has been in force."""
+        return plan_since(event for event in self.events if event["event"] == "start" and event["process"] == "rank-0")
+
+    @property
+    def steps_to_make(self) -> int | None:
+        """The length of the run; None while a run in minutes does not know it."""
+        lengths = [event["steps"] for event in self.events if event["event"] == "length" and event.get("steps")]
+        planned = self.run.train.steps if self.run else 0
+        return planned or (lengths[-1] if lengths else None)
 
     @property
     def alive_s(self) -> float:

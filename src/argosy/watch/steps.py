@@ -19,6 +19,7 @@ from argosy.plan.cost.estimate import seconds as in_words
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import device_named
 from argosy.watch.columns import STEP_COLUMN, Columns, Floats, channels_in, finite_mean, middle_half
+from argosy.watch.facts import batches_of
 from argosy.watch.metrics_table import Preview
 from argosy.watch.nodes import in_newest_world
 from argosy.watch.reader import RunReader
@@ -140,7 +141,9 @@ def step_parts(
 
     parts: category -> mean seconds of the steps behind each point; they add up to the step. predicted and measured:
     the four parts that both sides can tell (`plan.calibration.CALIBRATED_PARTS`); measured is the mean over the middle
-    half of the steps, by duration. communication: by axis and tier, seconds and bytes of a step, mean of that half.
+    half, by duration, of the steps that are predicted: those under the plan in force with the largest batch. Without
+    any in this stretch nothing is predicted, and all count. communication: by axis and tier, seconds and bytes of a
+    step, mean of that half.
     sync: means of what lines say of the agreement of replicas or sites (docs/metrics.md), and its ratio by step.
     sites: each site's part in the rounds of this stretch.
     """
@@ -150,12 +153,12 @@ def step_parts(
     known = reader.keys()
     categories = [key for key in known if key.startswith(SECONDS_PREFIX) and key != "seconds.step"]
     buckets = Buckets.of(steps, first, last, points)
-    usual = middle_half(steps["step_time_s"][buckets.rows])
+    usual, is_predicted = _usual(reader, buckets.rows)
     typical = {key.removeprefix(SECONDS_PREFIX): finite_mean(steps[key][buckets.rows][usual]) for key in categories}
     measured = {
         part: sum(typical.get(name, 0.0) for name in sides.measured) for part, sides in CALIBRATED_PARTS.items()
     }
-    predicted = _predicted(reader)
+    predicted = _predicted(reader) if is_predicted else {}
     return {
         "step": np.round(buckets.mean(steps[STEP_COLUMN])),
         "parts": {key.removeprefix(SECONDS_PREFIX): buckets.mean(steps[key]) for key in categories},
@@ -164,10 +167,20 @@ def step_parts(
         "predicted": predicted,
         "measured": measured if categories else {},
         "words": _largest_disagreement(predicted, measured) if categories else "",
-        "communication": _communication(reader, buckets.rows, usual),
+        "communication": _communication(reader, buckets.rows, usual, is_predicted),
         "sync": _sync(reader, buckets.rows),
         "sites": _sites(reader, buckets.rows),
     }
+
+
+def _usual(reader: RunReader, rows: slice) -> tuple[npt.NDArray[np.intp], bool]:
+    """Return the middle half of the predicted steps, and True; of all, and False, if none of these is predicted."""
+    steps, took = reader.steps[STEP_COLUMN][rows], reader.steps["step_time_s"][rows]
+    alike = steps >= reader.plan_since
+    if reader.run is not None:
+        alike &= batches_of(reader.run, steps) == reader.run.train.batches.largest
+    places = np.flatnonzero(alike if alike.any() else np.ones(len(steps), bool))
+    return places[middle_half(took[places])], bool(alike.any()) or not len(steps)
 
 
 def _predicted(reader: RunReader) -> dict[str, float]:
@@ -196,9 +209,9 @@ def _largest_disagreement(predicted: dict[str, float], measured: dict[str, float
     )
 
 
-def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str, Any]]:
+def _communication(reader: RunReader, rows: slice, usual: Any, is_predicted: bool) -> list[dict[str, Any]]:
     """Return seconds and bytes of a step by axis and tier, of rank 0, the longest first."""
-    traffic = reader.prediction.traffic if reader.prediction else {}
+    traffic = reader.prediction.traffic if reader.prediction and is_predicted else {}
     found = []
     for axis, tier, key in channels_in(reader.keys()):
         values = [finite_mean(reader.steps[f"{key[:-1]}{n}"][rows][usual]) for n in (0, 1)]

@@ -103,19 +103,20 @@ class FolderView(RunFiles):
         run, plan, prediction = self.run, self.plan, self.prediction
         ranks, standing = self._ranks()
         steady = self._steady()
+        timed = prediction if self._batch(self.last_line) == self._batch({}) else None  # it is of the largest batch
         return RunView(
             name=f"{run.name} {run.site}".rstrip() if run else self.folder.name,
             model=_model(run),
             plan=str(plan or ""),
             processes=plan.world_size if plan else 0,
-            steps=(run.train.steps or None) if run else None,
+            steps=self.steps_to_make,
             left_s=self._left_s(run, steady),
             record={"tokens": 0, "tokens_per_s": 0.0, **self.last_line} if self.last_line else {},
             losses=self._losses.points,
             validation=self._validation.points,
             parts=_mean_parts(steady),
-            predicted_parts=_predicted_parts(plan, prediction),
-            predicted_step_s=float(prediction.step_s.mid) if prediction else None,
+            predicted_parts=_predicted_parts(plan, timed),
+            predicted_step_s=float(timed.step_s.mid) if timed else None,
             predicted_memory_bytes=float(prediction.memory_bytes.mid) if prediction else None,
             ranks=ranks,
             standing_s=standing,
@@ -166,20 +167,27 @@ class FolderView(RunFiles):
         ]
 
     def _steady(self) -> list[dict[str, Any]]:
-        """Return the last steps without those that were much slower than the others."""
-        if not self.recent_steps:
-            return []
-        usual = statistics.median(record["step_time_s"] for record in self.recent_steps)
-        return [record for record in self.recent_steps if record["step_time_s"] <= SLOW_STEP * usual]
+        """Return the last steps of one batch without those that were much slower than the others."""
+        alike = [record for record in self.recent_steps if self._batch(record) == self._batch(self.last_line)]
+        usual = statistics.median(record["step_time_s"] for record in alike) if alike else 0.0
+        return [record for record in alike if record["step_time_s"] <= SLOW_STEP * usual]
+
+    def _batch(self, record: Mapping[str, Any]) -> int:
+        """Return the batch of a step's line, the largest one without a step."""
+        batches = self.run.train.batches if self.run is not None else None
+        return 1 if batches is None else batches.at(record["step"]) if "step" in record else batches.largest
 
     def _left_s(self, run: RunConfig | None, steady: list[dict[str, Any]]) -> float | None:
         """Return the seconds to the end at the speed of the last steps, with what is done beside them."""
-        if run is None or not run.train.steps or not steady:
+        steps = self.steps_to_make
+        if run is None or not steps or not steady:
             return None
         step_s = statistics.mean(record["step_time_s"] for record in steady)
         beside_s = sum(record["seconds"].get(name, 0.0) for record in self.recent_steps for name in BESIDE)
         last = self.last_line["step"]
-        left = run.train.batches.steps_like(last, last + 1, run.train.steps)
+        left = run.train.batches.steps_like(last, last + 1, steps)
+        if self.plan is not None and self.plan.has_servers:  # other workers make steps too
+            left *= len(self.recent_steps) / (last - self.recent_steps[0]["step"] + 1)
         return float(left * (step_s + beside_s / len(self.recent_steps)))
 
     def _ranks(self) -> tuple[dict[int, float], dict[int, float]]:

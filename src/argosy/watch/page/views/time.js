@@ -112,7 +112,7 @@ function measuredAndPlanned(answer, names, colours) {
       h("h4", {}, `measured, ${duration(sum(typical))}`),
       stackBar(typical, sum(typical), duration, { label: "Measured:" }),
       partsLegend(typical, duration),
-      h("p", { class: "muted" }, "This run has no prediction to stand beside."),
+      h("p", { class: "muted" }, "There is no prediction of these steps."),
     );
   const rows = plan.map((part, i) => {
     const got = measured.find((each) => each.name === part.name)?.value;
