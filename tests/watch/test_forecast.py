@@ -26,6 +26,12 @@ def test_a_steady_run_takes_for_the_rest_what_its_steps_took():
     assert low < mid < high and mid == pytest.approx(600 * STEP_S, rel=0.05)
 
 
+def test_a_worker_of_parameter_servers_makes_a_part_of_the_steps_that_are_left():
+    steps = columns(400) | {"step": 2.0 * np.arange(400)}
+    _, mid, _ = left_s(plan="sync=async,compile=false", steps=steps)
+    assert mid == pytest.approx((1000 - 799) / 2 * STEP_S, rel=0.05)
+
+
 def test_the_same_folder_gives_the_same_forecast():
     assert left_s() == left_s()
 

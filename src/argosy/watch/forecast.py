@@ -26,7 +26,7 @@ from argosy.plan.cost.economy import RESTART_S, power_per_device_w, price_per_de
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
 from argosy.plan.cost.reliability import FAILURE_DRAWS
 from argosy.watch.columns import Floats
-from argosy.watch.facts import RunFacts
+from argosy.watch.facts import RECENT, RunFacts, batches_of
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.stops import failures, rates_of
 
@@ -112,7 +112,13 @@ def _plain_steps(facts: RunFacts) -> Floats:
 
 
 def _full_steps(facts: RunFacts, left: int) -> float:
-    """Return the steps to come, counted in steps with the largest batch: samples are what takes time."""
+    """Return the steps to come, counted in steps with the largest batch: samples are what takes time.
+
+    Of those of all workers of parameter servers, only as many are this one's as of the last ones.
+    """
+    if facts.plan is not None and facts.plan.has_servers:
+        own = facts.column("step")[-RECENT:]
+        return float(left * len(own) / (own[-1] - own[0] + 1))
     if facts.run is None or not facts.run.train.batch_ramp or facts.steps_in_all is None:
         return left
     batches, steps = facts.run.train.batches, facts.steps_in_all
@@ -121,11 +127,8 @@ def _full_steps(facts: RunFacts, left: int) -> float:
 
 def _shares(facts: RunFacts) -> Floats:
     """Return the batch of each step over the largest one."""
-    steps = facts.column("step")
-    if facts.run is None or not facts.run.train.batch_ramp:
-        return np.ones(len(steps))
-    batches = facts.run.train.batches
-    return np.array([batches.at(int(step)) for step in steps]) / batches.largest
+    largest = facts.run.train.batches.largest if facts.run is not None else 1
+    return batches_of(facts.run, facts.column("step")) / largest
 
 
 def _errors(took: Floats) -> Floats:

@@ -253,6 +253,8 @@ def energy(reader: RunReader, meter: EnergySoFar) -> dict[str, Any]:
     reported = (reader.report or {}).get("energy", {})
     so_far = {"kwh": meter.joules / JOULES_PER_KWH, "source": meter.source} if meter.joules else {}
     tokens = reader.last_line.get("tokens")
+    if reader.run and reader.plan and reader.plan.has_servers:  # its lines count the tokens of all workers
+        tokens = len(reader.steps) * reader.run.tokens_per_step
     if so_far and tokens:
         so_far["per_token"] = {"joules": meter.joules / tokens}
     return {**so_far, **reported, "series": meter.series()}
