@@ -21,6 +21,7 @@ from argosy.observe.events import read_lines
 from argosy.sinks import alerting
 from argosy.sinks.alerting import MOST_WAITING_ALERTS, Alerting, SinkDelivery
 from argosy.sinks.sink import About
+from argosy.watch.metrics_table import FIRST_KEYS
 from waiting import wait_until
 
 ALERT = {"alert": "stall", "state": "begins", "why": "no step has ended for 90 s"}
@@ -239,6 +240,19 @@ def test_an_alert_is_written_down_once_also_after_a_restart(tmp_path: Path):
     again.tick()
     again.close(None)
     assert told(folder) == [("nan", "begins")]
+
+
+def test_of_a_long_run_only_the_numbers_that_alerts_need_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = run_with_a_bad_step(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 10, "loss": 3.0, "seconds": {"forward": 0.1}}) + "\n")
+    sink = Alerting(about(folder))
+    monkeypatch.setattr(alerting, "KNOWN", 5)
+    sink.tick()
+    sink.close(None)
+    assert set(sink._reader.steps) <= set(FIRST_KEYS)
 
 
 def test_the_example_of_the_document_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -177,6 +177,17 @@ def test_a_line_of_ten_megabytes_is_passed_over(tmp_path: Path, name: str) -> No
     read_all(folder)
 
 
+def test_a_run_whose_numbers_fill_the_memory_gives_back_what_it_can_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.watch.library.MOST_HELD_BYTES", 0)
+    RunFolder(tmp_path / "run").step(0, 1)
+    library = Library(tmp_path)
+    held = [library.ask("run", lambda entry: "seconds.forward" in entry.reader.steps) for _ in range(2)]
+    assert held == [True, False]
+    assert library.ask("run", lambda entry: entry.reader.steps["seconds.forward"].tolist()) == [0.2, 0.2]
+
+
 def test_one_run_that_cannot_be_read_keeps_no_other_from_being_shown(tmp_path: Path) -> None:
     for name in ("bad", "good"):
         Made(steps=5).write(tmp_path / name)

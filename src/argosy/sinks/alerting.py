@@ -24,7 +24,7 @@ from argosy.errors import UserError
 from argosy.observe.events import Events
 from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.alerts import Alert, Alerts
-from argosy.watch.conclusions import facts_of
+from argosy.watch.conclusions import KNOWN, facts_of
 from argosy.watch.reader import RunReader
 
 MOST_WAITING_ALERTS = 64
@@ -217,6 +217,8 @@ class Alerting(Sink):
 
     def _look(self) -> list[Alert]:
         self._reader.refresh()
+        if len(self._reader.steps) > KNOWN:
+            self._reader.release()  # of a long run no alert needs all numbers, and they grow for months
         return self._alerts.look(facts_of(self._reader))
 
     def _tell(self, alerts: Sequence[Alert]) -> None:

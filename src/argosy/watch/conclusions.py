@@ -75,19 +75,22 @@ class _Newest:
     def __init__(self, reader: RunReader):
         # All stay as long as they are now: conclusions are drawn when they are asked for, and the run may have grown.
         self._of_all = {key: reader.steps[key] for key in FIRST_KEYS}
-        lines = (line for line in from_the_end(reader.folder / "metrics.jsonl") if "loss" in line)
-        last = rows_of(list(islice(lines, KNOWN))[::-1])
-        steps = self._of_all["step"]
-        at = np.minimum(np.searchsorted(steps, last.get("step", np.empty(0))), len(steps) - 1)
-        self._is_there = steps[at] == last.get("step", np.empty(0))
-        self._at, self._last = at[self._is_there], last
+        self._path = reader.folder / "metrics.jsonl"
+
+    @cached_property
+    def _last(self) -> dict[str, Floats]:
+        lines = (line for line in from_the_end(self._path) if "loss" in line)
+        return rows_of(list(islice(lines, KNOWN))[::-1])
 
     def __getitem__(self, key: str) -> Floats:
         if key in FIRST_KEYS:
             return self._of_all[key]
-        column = np.full(len(self._of_all["step"]), np.nan)
+        steps = self._of_all["step"]
+        column = np.full(len(steps), np.nan)
         if key in self._last:
-            column[self._at] = self._last[key][self._is_there]
+            at = np.minimum(np.searchsorted(steps, self._last["step"]), len(steps) - 1)
+            is_there = steps[at] == self._last["step"]
+            column[at[is_there]] = self._last[key][is_there]
         return column
 
     def keys(self) -> list[str]:

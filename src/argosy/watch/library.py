@@ -97,6 +97,8 @@ class Library:
             self._open.move_to_end(folder)
         try:
             with entry.lock:
+                if entry.reader.nbytes > MOST_HELD_BYTES:
+                    entry.reader.release()
                 if time.monotonic() - entry.read_at > REREAD_S:
                     entry.reader.refresh()
                     entry.read_at = time.monotonic()
