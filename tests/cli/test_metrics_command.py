@@ -55,6 +55,12 @@ def test_a_file_that_cannot_be_written_is_named(runs: Path, capsys: pytest.Captu
     assert f"argosy: --out {out}: cannot be written" in capsys.readouterr().err
 
 
+def test_a_stranger_s_key_steers_no_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunFolder(runs / "odd").step(0, user={"\x1b[2J": 1.0})
+    assert main(["metrics", str(runs / "odd"), "--columns", "all"]) == 0
+    assert r"user.\x1b[2J" in capsys.readouterr().out
+
+
 def test_csv_is_not_printed_where_json_is_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["metrics", str(runs / "good"), "--columns", "loss", "--json", "--format", "csv"]) == 2
     assert "--format csv: with --json, JSON is printed" in json.loads(capsys.readouterr().out)["error"]

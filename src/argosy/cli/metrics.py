@@ -24,6 +24,7 @@ import tyro
 from argosy.cli.documents import WrittenFile, answer, lines_of, write, write_file
 from argosy.cli.options import RunPath, parse, read_run
 from argosy.errors import UserError, imported
+from argosy.observe.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> None:
     elif form == "json":
         write("metrics", *_rows(table))
     else:
-        print(_text_of(table, form), end="")
+        print(printable(_text_of(table, form)), end="")
 
 
 def _text_of(table: dict[str, list[Any]], form: str) -> str:
