@@ -268,3 +268,14 @@ def test_ctrl_c_before_the_first_picture_ends_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(terminal, "seen", interrupted)
     terminal._show([made(tmp_path, "large")])
+
+
+def test_one_line_of_several_runs_says_which(tmp_path, monkeypatch, capsys):
+    runs = [tmp_path / "first", made(tmp_path, "second")]
+    runs[0].mkdir()
+    keys = iter(["n", "q"])
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(terminal, "typed_key", lambda _: next(keys))
+    terminal._show(runs)
+    shown = capsys.readouterr().out
+    assert "first (1 of 2)" in shown and "second (2 of 2)" in shown

@@ -43,8 +43,9 @@ AWAY_S = 5.0
 class TerminalSurface:
     """The terminal that `stream` writes to."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO, is_named: bool = False):
+        """is_named: the run's name stands before the one line too: it is one of several."""
+        self._stream, self._is_named = stream, is_named
         self._drawn: list[str] = []
         """The lines of the last frame as they stand in the terminal, below which the cursor is."""
         self._drawn_at = time.monotonic()
@@ -69,7 +70,7 @@ class TerminalSurface:
         is_unicode = self._stream.encoding.lower().replace("-", "").startswith("utf")
         if fits(*size) and view.name and view.record and is_unicode:
             return panel(view, *size)
-        line = one_line(view)
+        line = Text.assemble((f" {view.name} " if self._is_named else "", "bold"), one_line(view))
         line.truncate(size.columns - 1, overflow="ellipsis")
         return [line] if line.plain else []
 

@@ -340,7 +340,7 @@ def _in_printable_words(view: RunView) -> RunView:
 
 def _show(runs: list[Path]) -> None:
     at, folders, view = 0, {0: FolderView(runs[0])}, RunView()
-    surface = TerminalSurface(sys.stdout)
+    surface = TerminalSurface(sys.stdout, is_named=len(runs) > 1)
     try:
         while True:
             view = seen(folders.setdefault(at, FolderView(runs[at])))
