@@ -71,7 +71,6 @@ def test_the_state_is_the_exact_one_but_for_norms_and_padding(preset, plan):
         ("dp_shard=8", {"optimizer.kind": "muon", "optimizer.state": "int8"}),
         ("dp_shard=8", {"optimizer.kind": "lion", "optimizer.state": "int8"}),
         ("", {"lora.rank": 16, "model.mtp.modules": 1, "model.layers": 2}),
-        ("pp=2", {"model.score": True, "model.layers": 2}),
     ],
     ids=str,
 )
@@ -82,6 +81,12 @@ def test_the_state_is_that_of_the_runs_optimizer_and_of_what_it_trains(plan, key
     exact = state_bytes(laid_out, run)
     assert found["weights"] == pytest.approx(exact.parameters, rel=5e-3)
     assert found["optimizer"] == pytest.approx(exact.optimizer, rel=5e-3)
+
+
+def test_the_last_stage_of_a_reward_model_has_no_head_over_words():
+    work = replace(GPT, tied=0, scored=1)
+    last = MemoryModel(Layouts.of([Plan.parse("pp=2")]), work, System(), Constants()).on_rank(first=False)
+    assert float(np.squeeze(last.weights)) == 4 * 2 * 12 * GPT.width**2  # fp32, of two layers
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
