@@ -71,15 +71,8 @@ def making_folder(run_dir: Path, nodes: int) -> Iterator[MadeFolder]:
     Raises: UserError if the path is that of a file, holds files that are not a run's, or cannot be made.
     """
     check_is_run_folder(run_dir)
-    with ExitStack() as made:
-        try:
-            folder = made.enter_context(made_folder(run_dir))
-        except OSError as problem:
-            raise _cannot_be_made(run_dir, problem) from None
-        try:
-            yield folder
-        finally:
-            folder.is_kept = folder.is_kept or nodes > 1 or _is_begun(run_dir)
+    with _making(run_dir, lambda: nodes > 1 or _is_begun(run_dir)) as folder:
+        yield folder
 
 
 @contextmanager
@@ -87,15 +80,22 @@ def making_home(home: Path) -> Iterator[None]:
     """Make the folder of a run of several parts. After a UserError in the block, remove it if it is new, and no part of
     the run is in it. Raises: UserError if it cannot be made.
     """
+    with _making(home, lambda: _is_begun(home) or any((home / SITES).glob("*"))):
+        yield
+
+
+@contextmanager
+def _making(path: Path, is_used: Callable[[], bool]) -> Iterator[MadeFolder]:
+    """Make a folder, if there is none. After a UserError in the block, remove it if it is new, and not used by then."""
     with ExitStack() as made:
         try:
-            folder = made.enter_context(made_folder(home))
+            folder = made.enter_context(made_folder(path))
         except OSError as problem:
-            raise _cannot_be_made(home, problem) from None
+            raise _cannot_be_made(path, problem) from None
         try:
-            yield
+            yield folder
         finally:
-            folder.is_kept = folder.is_kept or _is_begun(home) or any((home / SITES).glob("*"))
+            folder.is_kept = folder.is_kept or is_used()
 
 
 def check_is_run_folder(run_dir: Path) -> None:
