@@ -193,8 +193,10 @@ class Inbox:
         threading.Thread(target=self._listen, name="argosy-asker", daemon=True).start()
 
     def next(self) -> Message:
-        """Return the next request, however long it takes to come."""
-        return self._waiting.get()
+        """Return the next request, however long it takes to come. Of those before, nobody asks any more."""
+        message = self._waiting.get()
+        self._stopped -= {number for number in self._stopped.copy() if number < message.get("number", 0)}
+        return message
 
     def is_stopped(self, number: int) -> bool:
         """True once the asker has no more use for the request of this number."""
