@@ -22,7 +22,6 @@ Examples:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +74,7 @@ def main(argv: list[str]) -> None:
     if options.world_size is not None and options.world_size < 1:
         raise UserError(f"--world-size {options.world_size}: must be at least 1. Leave it out for that of the plan.")
     from argosy.plan.hardware.clusters import Cluster
+    from argosy.plan.hardware.local_machine import cores_here
     from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate
     from argosy.simulate.timeline import chrome_trace
 
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
     if options.device != "cpu":
         _on_cuda(plan, run, ranks, options)
         return
-    found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
+    found = simulate(plan, run, ranks, cluster, processes=cores_here())
     if options.trace is not None:
         write_file(options.trace, chrome_trace({one.record.rank: one.timeline for one in found}), "--trace")
     answer(
