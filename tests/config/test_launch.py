@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from argosy.cli.launch import Options
-from argosy.config.launch import EngineOptions, LaunchOptions, LeaseUrl, interface_of, read_rank_map
+from argosy.config.launch import EngineOptions, LaunchOptions, LeaseUrl, host_and_port, interface_of, read_rank_map
 from argosy.config.load import load
 from argosy.config.section import meanings
 from argosy.config.sync import SiteLaunch, server_name, server_number
@@ -40,7 +40,18 @@ def test_an_address_is_a_host_and_a_port(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["node1", "node1:", ":7100", "node1:0", "node1:99999", "two words:7100", "node1..org:7100"]
+    "text",
+    [
+        "node1",
+        "node1:",
+        ":7100",
+        "node1:0",
+        "node1:99999",
+        "two words:7100",
+        "node1..org:7100",
+        "fd00::1:7100",
+        "[fd00]:7100",
+    ],
 )
 def test_anything_else_is_refused_in_words(tmp_path, text):
     for keys, name in (({"server": text}, "sync.servers[0]"), ({"site": text}, "sites[0].address")):
@@ -51,7 +62,16 @@ def test_anything_else_is_refused_in_words(tmp_path, text):
         load(None, {"launch.coordinator": text})
 
 
-@pytest.mark.parametrize(("host", "where"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("node1", "")])
+@pytest.mark.parametrize(("text", "both"), [("node1:7100", ("node1", 7100)), ("[fd00::1]:7100", ("fd00::1", 7100))])
+def test_an_address_is_a_name_or_figures_of_ipv4_and_ipv6(tmp_path, text, both):
+    run = load(run_file(tmp_path, server=text, site=text))
+    assert host_and_port(run.sites[0].address) == host_and_port(run.sync.servers[0]) == both
+    assert load(None, {"launch.coordinator": text}).launch.coordinator == text
+
+
+@pytest.mark.parametrize(
+    ("host", "where"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("node1", "")]
+)
 def test_who_is_called_from_this_machine_alone_listens_there_alone(host, where):
     assert interface_of(host) == where
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.processes import connection as module
-from argosy.processes.connection import FRAME_BYTES, Connection
+from argosy.processes.connection import FRAME_BYTES, Connection, listener_of
 from argosy.processes.connection import call as connect
 from argosy.processes.secret import HELLO_MAGIC, Handshake, call, certificate_of, listen
 from waiting import PATIENT_S
@@ -66,6 +66,16 @@ def _sockets() -> tuple[socket.socket, socket.socket]:
     for end in ends:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return ends
+
+
+@pytest.mark.parametrize(
+    ("host", "called"), [("", "127.0.0.1"), ("", "::1"), ("::1", "::1"), ("127.0.0.1", "localhost")]
+)
+def test_a_listener_answers_both_families_where_it_is_at_no_address(host, called):
+    if called == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with listener_of((host, 0)) as listener:
+        socket.create_connection((called, listener.getsockname()[1]), PATIENT_S).close()
 
 
 @pytest.fixture(scope="module")

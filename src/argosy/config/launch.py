@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,19 +20,19 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_v
 from argosy.config.section import PositiveSeconds, Section
 from argosy.errors import UserError
 
-PATTERN = r"[^\s:]+:\d{1,5}"
+PATTERN = r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f]*:[0-9A-Fa-f:.]*\]):\d{1,5}"
 MOST_PORT = 65535
 
 
 def host_and_port(text: str) -> tuple[str, int]:
-    """Return both of an address HOST:PORT."""
+    """Return both of an address HOST:PORT; an IPv6 address as HOST is in brackets there."""
     host, _, port = text.rpartition(":")
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def interface_of(host: str) -> str:
-    """Return the address to listen at for peers that call `host`: 127.0.0.1 for this machine alone, "" for all."""
-    return "127.0.0.1" if host in ("127.0.0.1", "localhost") else ""
+    """Return the address to listen at for peers that call `host`: of this machine alone if that is, "" for all."""
+    return "127.0.0.1" if host == "localhost" else host if is_loopback(host) else ""
 
 
 SHORTEST_TOKEN = 16
@@ -58,7 +58,9 @@ def host_of(header: str) -> str:
 
 def _can_be_called(host: str) -> bool:
     """Return False for what no host is called, which sockets refuse with a UnicodeError: "node1..org"."""
-    with suppress(UnicodeError):
+    with suppress(ValueError):  # a UnicodeError is one
+        if ":" in host:
+            return bool(IPv6Address(host))
         return bool(host.encode("idna"))
     return False
 
@@ -68,7 +70,7 @@ def _checked(text: str) -> str:
     if not (0 < port <= MOST_PORT and _can_be_called(host)):
         raise ValueError(
             f'"{text}" is no address. Write HOST:PORT, with a port from 1 to {MOST_PORT}, such as '
-            '"node1.example.org:7100"'
+            '"node1.example.org:7100" or "[fd00::1]:7100"'
         )
     return text
 

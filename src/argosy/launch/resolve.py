@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from argosy.checkpoint import store
 from argosy.config.data import PrepareConfig, by_option, row_kind
+from argosy.config.launch import host_and_port
 from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
 from argosy.config.train import check_targets
@@ -339,8 +340,8 @@ def check_memory(run: RunConfig, plan: Plan, devices: Devices) -> None:
 
 def _sites_here(run: RunConfig) -> int:
     """Return how many of the run's sites share this one's machine, by their addresses."""
-    hosts = {site.name: site.address.rpartition(":")[0] for site in run.sites}
-    return max(1, list(hosts.values()).count(hosts.get(run.site) or "no address"))
+    hosts = {site.name: host_and_port(site.address)[0] for site in run.sites if site.address}
+    return max(1, list(hosts.values()).count(hosts.get(run.site, "no address")))
 
 
 def check_profile(run: RunConfig, plan: Plan) -> None:

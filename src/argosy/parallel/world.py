@@ -37,7 +37,7 @@ from argosy.faults import fault
 from argosy.parallel.encoding import ErrorRecord, checked_length, decode, encode
 from argosy.plan.hardware.local_machine import cores_here
 from argosy.processes.child import ChannelClosed, channel_to_parent
-from argosy.processes.connection import BACKLOG
+from argosy.processes.connection import BACKLOG, listener_of
 from argosy.processes.fork_server import STORE_HOST
 
 ABORTED = frozenset({NCCL})
@@ -429,8 +429,7 @@ def hold_store() -> None:
     """Hold torch's rendezvous store on a free port of `STORE_HOST`: send the asker the port, and end when it closes the
     channel. Entry of a forked process."""
     asker, host = channel_to_parent(), os.environ[STORE_HOST]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=BACKLOG) as listener:
+    with listener_of((host, 0), BACKLOG) as listener:
         port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())  # which the store closes
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     with suppress(ChannelClosed):

@@ -252,6 +252,15 @@ class Connection:
         return first
 
 
+def listener_of(address: Address, backlog: int = 16) -> socket.socket:
+    """Listen at an address; at all of this machine's, of IPv4 and IPv6, if its host is "". Raises: OSError."""
+    host, port = address
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(address, family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0] if host else socket.AF_INET
+    return socket.create_server(address, family=family, backlog=backlog)
+
+
 def call(address: Address) -> Future[socket.socket]:
     """Connect to `address` in a thread: where the network is down, even resolving the name takes long.
 

@@ -26,7 +26,7 @@ from argosy.errors import Retryable, RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.child import Child
-from argosy.processes.connection import Address, BadMessage, Connection, call, decoded, encoded
+from argosy.processes.connection import Address, BadMessage, Connection, call, decoded, encoded, listener_of
 from argosy.processes.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, client_context, secret_of
 from argosy.processes.secret import call as handshake
 from argosy.processes.supervisor import RestartPolicy, Restarts
@@ -81,8 +81,7 @@ class CoordinatorProcess:
     def listen(self, address: Address) -> None:
         """Open its socket, if it is not open yet. Raises: OSError."""
         if self._listener is None:
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            self._listener = socket.create_server(address, family=family)
+            self._listener = listener_of(address)
             self.address = self._listener.getsockname()[:2]
 
     def start(self, lease: str = "") -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from argosy.checkpoint.fence import name_of
-from argosy.config.launch import LaunchConfig, LeaseUrl, is_loopback, read_rank_map
+from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port, is_loopback, read_rank_map
 from argosy.errors import UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
@@ -202,8 +202,10 @@ def check_coordinator(launch: LaunchConfig) -> None:
     Debian's /etc/hosts, for example, has 127.0.1.1 for the machine's own name. An address in figures is meant so: all
     agents run on one machine.
     """
-    host, _, port = launch.coordinator.rpartition(":")
-    if launch.nodes == 1 or not host or _is_address(host):
+    if launch.nodes == 1 or not launch.coordinator:
+        return
+    host, port = host_and_port(launch.coordinator)
+    if _is_address(host):
         return
     found = _resolved(host)
     if found and is_loopback(found):

@@ -29,7 +29,16 @@ from pydantic import TypeAdapter
 from argosy.config.launch import host_and_port, interface_of
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, imported
-from argosy.processes.connection import FRAME_BYTES, HELLO_S, Address, BadMessage, Connection, WireRecord, call
+from argosy.processes.connection import (
+    FRAME_BYTES,
+    HELLO_S,
+    Address,
+    BadMessage,
+    Connection,
+    WireRecord,
+    call,
+    listener_of,
+)
 from argosy.processes.secret import Certificate, listen, secret_of, self_signed
 from argosy.processes.secret import call as called
 from argosy.sync.layout import Sites
@@ -312,7 +321,7 @@ def listener_at(
     until, is_said = time.monotonic() + wait_s, False
     while not is_ending():
         try:
-            return socket.create_server((interface_of(host), port), backlog=16)
+            return listener_of((interface_of(host), port))
         except OSError as problem:
             if problem.errno != errno.EADDRINUSE or time.monotonic() > until:
                 raise UserError(
