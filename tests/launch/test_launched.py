@@ -18,6 +18,7 @@ from argosy.engines.record import JobState, LaunchedJob
 from argosy.engines.table import ENGINES
 from argosy.errors import UserError
 from argosy.files import lock_or_holder
+from argosy.launch import ray_job
 from argosy.launch.launched import launch, launch_sites, launched_in, printed
 from argosy.launch.requeue import IDLE_JOBS_FILE
 from argosy.launch.sites import jobs_of
@@ -101,6 +102,18 @@ def test_a_run_that_is_under_way_is_not_launched_again(tmp_path):
     idle.write_text('{"step": -1, "idle": 3}')
     launch(request_in(tmp_path, "a"), "memory")
     assert not idle.exists(), "jobs of the launch before that made no step do not count"
+
+
+def test_a_job_that_is_submitted_by_hand_into_a_run_that_has_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_job, "connect", lambda what_for: "127.0.0.1:9")
+    request = request_in(tmp_path, "a")
+    job = launch(request, "memory")
+    with pytest.raises(UserError, match=r"its job a on memory is running"):
+        ray_job.hold(request, "raysubmit_1")
+    assert LaunchedJob.load(request.run_dir).id == job.id, "the run's job can be stopped as before"
+    monkeypatch.setattr(ray_job, "_supervise", lambda request, log: 0)
+    Memory().stop(job)
+    assert ray_job.hold(request, "raysubmit_1") == 0 and LaunchedJob.load(request.run_dir).id == "raysubmit_1"
 
 
 def test_a_run_whose_engine_gives_no_answer_is_not_launched_again(tmp_path):

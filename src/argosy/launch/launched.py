@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.engines.engine import Engine, RunJob, follow_files
-from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_key
+from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, JobState, LaunchedJob, user_key
 from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
 from argosy.files import RUN_LOCK, is_locked, made_folder
@@ -92,17 +92,37 @@ def _check(request: RunJob, on: Engine) -> None:
     state, words = ("ended", "") if before is None else state_of(before)
     if before is None or state == "ended":
         return
-    its_job = f"{request.run_dir}: its job {before.id} on {before.engine}"
     if state == "unknown":
+        its_job = f"{request.run_dir}: its job {before.id} on {before.engine}"
         record = shlex.quote(str(request.run_dir / LAUNCH_FOLDER / JOB_RECORD))
         raise UserError(
             f"{its_job} may still be there, and nothing says that it has ended: {one_line(words).rstrip('.')}. Try "
             f"again when its engine answers. If you know that it has ended, remove {record}; --run-dir gives this run "
             "another folder."
         )
-    raise UserError(
-        f"{its_job} is {state}. `argosy stop {shlex.quote(str(request.run_dir))}` stops it; --run-dir gives this run "
-        "another folder."
+    raise _still_there(request.run_dir, before, state)
+
+
+def check_other_job(run_dir: Path, mine: LaunchedJob) -> None:
+    """Check, inside the job `mine` that another program has submitted, that no other job has the run.
+
+    Raises: UserError if the last one that is known waits or runs; if nobody knows, it has ended.
+    """
+    before = LaunchedJob.load(run_dir)
+    if before is None or before.id == mine.id:
+        return
+    records = [before]
+    if before.engine == mine.engine:  # from here its place may have another name, and its user another home
+        records.append(before.model_copy(update={"place": mine.place, "is_sealed": True}))
+    for record in records:
+        if (state := state_of(record)[0]) in ("waiting", "running"):
+            raise _still_there(run_dir, before, state)
+
+
+def _still_there(run_dir: Path, job: LaunchedJob, state: JobState) -> UserError:
+    return UserError(
+        f"{run_dir}: its job {job.id} on {job.engine} is {state}. `argosy stop {shlex.quote(str(run_dir))}` stops it; "
+        "--run-dir gives this run another folder."
     )
 
 

@@ -23,6 +23,7 @@ from argosy.engines.ray import STOP_WAIT, WAITING_PREFIX
 from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyError, Interrupted, Retryable, UserError, signals_to
 from argosy.files import made_folder
+from argosy.launch.launched import check_other_job
 from argosy.launch.requeue import decide
 from argosy.plan.search.auto import processes_of
 from argosy.processes.ray_cluster import THREADS, OwnedProcess, ProcessEvent, Share, connect, node_and_address, reserve
@@ -59,7 +60,8 @@ def job_here() -> str:
 def hold(request: RunJob, job_id: str) -> int:
     """Hold the run's agents until it has ended. Return the job's exit code.
 
-    Raises: UserError if the run cannot be started as asked; Interrupted after SIGTERM, once the agents have ended.
+    Raises: UserError if the run cannot be started as asked, or another job has it; Interrupted after SIGTERM, once the
+    agents have ended.
     """
     if PACKAGES in str(request.run_dir):
         raise UserError(
@@ -71,9 +73,10 @@ def hold(request: RunJob, job_id: str) -> int:
         log = Log(file)
         try:
             dashboard = connect("--on ray")
+            job = LaunchedJob.submitted("ray", job_id, request.nodes, path, {"address": f"http://{dashboard}"})
+            check_other_job(request.run_dir, job)
             before = LaunchedJob.load(request.run_dir)
             if before is None or before.id != job_id:
-                job = LaunchedJob.submitted("ray", job_id, request.nodes, path, {"address": f"http://{dashboard}"})
                 job.save(request.run_dir)
             if not os.environ.get(STOP_WAIT):
                 log.say(f"`ray job stop` kills this job after 3 s; with {STOP_WAIT} in its runtime environment, later")
