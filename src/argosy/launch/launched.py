@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.engines.engine import Engine, RunJob, follow_files
-from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, JobState, LaunchedJob, user_key
+from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_key
 from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
 from argosy.files import RUN_LOCK, is_locked, made_folder
@@ -119,7 +119,7 @@ def check_other_job(run_dir: Path, mine: LaunchedJob) -> None:
             raise _still_there(run_dir, before, state)
 
 
-def _still_there(run_dir: Path, job: LaunchedJob, state: JobState) -> UserError:
+def _still_there(run_dir: Path, job: LaunchedJob, state: str) -> UserError:
     return UserError(
         f"{run_dir}: its job {job.id} on {job.engine} is {state}. `argosy stop {shlex.quote(str(run_dir))}` stops it; "
         "--run-dir gives this run another folder."
