@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from argosy.cli import launch as launch_command
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import RunJob
@@ -99,6 +100,21 @@ def test_a_folder_that_ray_copies_to_each_node_is_no_run_s(monkeypatch):
     packages = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/runs/mine")
     with pytest.raises(UserError, match=r"on a disk that all of them see.*--run-dir"):
         ray_job.hold(replace(REQUEST, run_dir=packages), "raysubmit_1")
+
+
+@pytest.mark.parametrize("login", ["", ', login = "me@there", folder = "/home/me"'])
+def test_the_job_of_a_site_holds_that_site(tmp_path, monkeypatch, login):
+    sites = f"""[[sites]]\nname = "oslo"\naddress = "oslo:7100"\nlaunch = {{ on = "ray"{login} }}
+        [[sites]]\nname = "lyon"\naddress = "lyon:7100"\n"""
+    (tmp_path / "run.toml").write_text(f'name = "two"\nplan = "auto,sync=diloco"\n[train]\nsteps = 4\n{sites}')
+    monkeypatch.setenv(ray_job.JOB_CONFIG, json.dumps({"metadata": {"job_submission_id": "argosy-two-oslo-1"}}))
+    held: list[tuple[RunJob, str]] = []
+    monkeypatch.setattr(ray_job, "hold", lambda *given: held.append(given) or 0)
+    folder = tmp_path / "runs/two/sites/oslo"
+    words = [str(tmp_path / "run.toml"), "--site", "oslo", "--on", "ray", "--run-dir", str(folder)]
+    assert launch_command.main(words) == 0
+    ((request, job_id),) = held
+    assert (request.name, request.run_dir, job_id) == ("two-oslo", folder, "argosy-two-oslo-1")
 
 
 def test_no_cluster_there_is_said():

@@ -72,21 +72,23 @@ def main(argv: list[str]) -> int:
     request = RunJob(
         run=run, run_dir=run_dir, words=tuple(_words_of_train(argv)), work_dir=Path.cwd(), **options.for_engine()
     )
-    if are_jobs(run):
-        sites = requests(request, options.on, options.here)
-        if options.dry_run:
-            _show_scripts(sites, options.json)
-        else:
-            _launch_sites(sites, options.json)
-        return 0
+    job_id = job_here() if options.on == "ray" else ""
+    is_of_sites = are_jobs(run)
+    parts: list[tuple[str, str, RunJob]] = [("", options.on, request)]
+    if is_of_sites:
+        parts = requests(request, options.on, options.here or bool(job_id and run.site))
     if options.dry_run:
-        _show_scripts([("", options.on, request)], options.json)
+        _show_scripts(parts, options.json)
         return 0
-    if options.on == "ray" and (job_id := job_here()):
+    (_, on, request), *others = parts
+    if job_id and on == "ray" and not others:
         ENGINES["ray"]().check(request)
-        check_is_run_folder(run_dir)
+        check_is_run_folder(request.run_dir)
         return hold(request, job_id)
-    job = launch(request, options.on)
+    if is_of_sites:
+        _launch_sites(parts, options.json)
+        return 0
+    job = launch(request, on)
     _tell(request, job, options.json)
     if not options.json:
         print(what_next(run_dir))
