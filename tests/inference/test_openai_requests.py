@@ -36,7 +36,10 @@ def test_what_it_does_not_do_is_refused(more, said):
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("more", [{"logprobs": None}, {"logit_bias": {}}, {"tools": []}, {"tool_choice": "none"}])
+@pytest.mark.parametrize(
+    "more",
+    [{"logprobs": None}, {"logit_bias": {}}, {"tools": []}, {"tool_choice": "none"}, {"reasoning_effort": None}],
+)
 def test_a_key_that_asks_for_nothing_is_taken(more):
     assert ChatRequest.model_validate(CHAT | more).model == "m"
 

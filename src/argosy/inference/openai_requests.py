@@ -78,6 +78,11 @@ class SamplingRequest(BaseModel):
     frequency_penalty: LeftOut = None
     logit_bias: LeftOut = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, said: Any) -> Any:
+        return {key: value for key, value in said.items() if value is not None} if isinstance(said, dict) else said
+
     @model_validator(mode="after")
     def _stops_say_something(self) -> SamplingRequest:
         if self.stop == "":
