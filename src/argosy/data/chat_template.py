@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -89,6 +90,15 @@ class ChatTemplate:
     def render(self, messages: list[Message], tools: list[Any] | None = None, opens_answer: bool = False) -> str:
         """Return the text of messages; opens_answer: with the opening of an answer after it. Raises: BadRecord."""
         return self._text(messages, tools, opens_answer).replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
+
+    def spellings(self) -> str:
+        """Return the template and short conversations in it: what it writes by itself is in one of them."""
+        said = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
+        found = [self.text]
+        for messages in (said, said[1:]):
+            with suppress(BadRecord):  # some have no system message
+                found.append(self.render(messages, opens_answer=True))
+        return "\n".join(found)
 
     def turn_end(self, special: Collection[str]) -> str:
         """Return the text that ends an answer; empty if nothing follows one. special: tokens. Raises: BadRecord."""

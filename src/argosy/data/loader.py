@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from argosy.config.data import DataConfig
 from argosy.config.train import BatchSizes
+from argosy.data.chat_template import ChatTemplate
 from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept, key_of
 from argosy.data.shards import I32, Place, TokenSource
@@ -282,7 +283,7 @@ class OpenData:
     @property
     def least_vocab_size(self) -> int:
         """The least vocabulary of a model that reads them: templates of conversations write special tokens too."""
-        templates = [path.read_text("utf-8") for folder in self.folders if (path := folder / TEMPLATE).is_file()]
+        templates = [ChatTemplate.load(f).spellings() for f in self.folders if (f / TEMPLATE).is_file()]
         special = self.tokenizer.special_tokens.items()
         written = [number for token, number in special if any(token in text for text in templates)]
         return max(self.tokenizer.least_vocab_size, *(number + 1 for number in (0, *written)))
