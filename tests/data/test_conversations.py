@@ -40,6 +40,18 @@ def test_all_forms_are_the_same_conversation(record: dict[str, Any]) -> None:
     assert found.prompt == ("prompt" in record)
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("messages", [[USER, ANSWER], [SYSTEM, USER, ANSWER]])
+def test_a_system_message_may_be_a_field(messages: list[dict[str, Any]]) -> None:
+    record = {"system": SYSTEM["content"], "conversations": messages}
+    assert conversations_of(record, "sft")[0].messages == [SYSTEM, USER, ANSWER]
+    (judged,) = conversations_of({**record, "label": True}, "kto")
+    assert (judged.messages, judged.prompt) == ([SYSTEM, USER, ANSWER], 2)
+    assert conversations_of({**record, "system": " "}, "sft")[0].messages == messages
+
+
 def test_calls_of_tools_are_answers() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     (found,) = conversations_of({"messages": [USER, CALL, TOOL, ANSWER], "tools": tools}, "sft")

@@ -1,6 +1,6 @@
 """Conversations out of records: the forms that data sets have, checked, as lists of messages.
 
-{"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}      also "conversations", from/value
+{"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}      also "conversations", from/value, "system"
 {"prompt": ..., "completion": ...}                                        text, or lists of messages
 {"prompt": ..., "chosen": ..., "rejected": ...}                           or two whole conversations
 {"prompt": ..., "completion": ..., "label": true}                         an answer that was judged
@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from argosy.errors import a_kind
@@ -60,10 +60,13 @@ def conversations_of(record: Record, objective: str) -> list[Conversation]:
     if tools is not None and not isinstance(tools, list):
         raise BadRecord(NO_CONVERSATION, f"tools holds {a_kind(tools)}; it must be a list of tools")
     if objective == "sft":
-        return [_one(record, tools)]
-    if objective == "kto":
-        return [_judged(record, tools)]
-    return _pair(record, tools)
+        found = [_one(record, tools)]
+    else:
+        found = [_judged(record, tools)] if objective == "kto" else _pair(record, tools)
+    if not (system := _text(record.get("system"), "system")).strip() or found[0].messages[0]["role"] == "system":
+        return found
+    first: Message = {"role": "system", "content": system}
+    return [replace(each, messages=[first, *each.messages], prompt=each.prompt + 1) for each in found]
 
 
 def _one(record: Record, tools: list[Any] | None) -> Conversation:
