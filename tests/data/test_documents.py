@@ -135,6 +135,14 @@ def test_file_is_not_read_to_its_end_for_a_field_that_it_does_not_have(write: An
         texts(write("b.jsonl", jsonl(*without, {"body": "y"}, {"text": "x"})))
 
 
+def test_a_table_adds_no_nulls_to_calls_of_tools(tmp_path: Path) -> None:
+    rows = [{"calls": [{"arguments": given}]} for given in ({"city": "Oslo"}, {"a": 1, "b": None})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "calls.parquet")
+    (file,) = find_files([str(tmp_path / "calls.parquet")]).files
+    found = [text.data for text in read_file(file, RecordFields("text", document_of=json.dumps))]
+    assert found == [b'{"calls": [{"arguments": {"city": "Oslo"}}]}', b'{"calls": [{"arguments": {"a": 1}}]}']
+
+
 def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet: no column 'text'; the file has 'id', 'body'\. Set `field`"):

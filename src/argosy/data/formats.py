@@ -318,8 +318,15 @@ def _read_rows(table: Any, name: str, document_of: Callable[[Record], str], with
     for group, row in _groups_within(table.metadata, within):
         for batch in table.iter_batches(batch_size=UNPACKED_ROWS, row_groups=[group]):
             for record in batch.to_pylist():
-                yield _document(record, f"{name}, row {row}", document_of)
+                yield _document(_without_nulls(record), f"{name}, row {row}", document_of)
                 row += 1  # noqa: PLW2901  (counts within the group)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a row's value without nulls: a column has each field that any of its rows has, arguments of calls too."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _groups_within(metadata: Any, within: Span) -> Iterator[tuple[int, int]]:
