@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from argosy.checkpoint import store
@@ -52,6 +54,17 @@ def test_an_empty_split_is_refused(trained, tmp_path):
     with pytest.raises(UserError, match="its validation split is empty"):
         evaluate(trained, other)
     assert evaluate(trained, other, split="train").tokens > 0
+
+
+def test_what_is_damaged_in_the_other_split_does_not_count(trained, corpus, tmp_path):
+    shutil.copytree(corpus, tmp_path / "cut")
+    (tmp_path / "cut" / "train-00000.bin").write_bytes(b"")
+    assert evaluate(trained, tmp_path / "cut", max_tokens=500).tokens > 0
+
+
+def test_errors_name_the_length_of_windows_as_it_is_given(trained):
+    with pytest.raises(UserError, match=r": seq_len = 31 is not a multiple of 2.*\. Try seq_len = 30"):
+        evaluate(trained, seq_len=31, plan="tp=2")
 
 
 def test_windows_longer_than_the_context_are_refused(trained):

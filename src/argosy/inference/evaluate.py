@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -51,8 +52,9 @@ def evaluate(
     length = _checked(seq_len or source.run.data.seq_len, source.run.model.max_seq_len)
     asked = EvaluateRequest(list(folders), split, max_tokens, length)
     layout = plan_named(plan)
-    run_to_score(source.run, layout, length)  # what is wrong is said before processes start
-    found: Score = scores_of(source, layout, world, asked)
+    with _names_of_a_call():
+        run_to_score(source.run, layout, length)  # what is wrong is said before processes start
+        found: Score = scores_of(source, layout, world, asked)
     return found
 
 
@@ -87,7 +89,8 @@ def evaluate_tasks(
         raise UserError(f"{path} is a reward model: it scores pairs, and tasks ask for words. Leave the tasks out.")
     most = source.run.model.max_seq_len
     length = _checked(seq_len or min(most, LONGEST_QUESTION), most)
-    run_to_score(source.run, layout, length)
+    with _names_of_a_call():
+        run_to_score(source.run, layout, length)
     asked = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
     found: TaskScores = scores_of(source, layout, world, asked)
     if isinstance(source, TrainedModel) and (world is None or world.is_first):
@@ -95,6 +98,15 @@ def evaluate_tasks(
         line = {"step": max(0, done - 1), "time_s": round(time.time(), 3), "plan": str(layout), "tasks": found}
         JsonLines(source.run_dir / SCORES_FILE).write({**line, "fewshot": fewshot, "limit": limit})
     return found
+
+
+@contextmanager
+def _names_of_a_call() -> Iterator[None]:
+    """Let errors name the length of windows as it is given here, not as in a run file."""
+    try:
+        yield
+    except UserError as problem:
+        raise UserError(str(problem).replace("data.seq_len", "seq_len")) from None
 
 
 def _checked(seq_len: int, most: int) -> int:
