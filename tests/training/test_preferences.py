@@ -22,7 +22,7 @@ from argosy.data.packing import ID_MASK, MISMATCHED_BIT, REJECTED_BIT, START_BIT
 from argosy.data.shards import TokenSource
 from argosy.errors import UserError
 from argosy.inference.evaluate import evaluate
-from argosy.inference.huggingface import export_checkpoint, import_checkpoint
+from argosy.inference.huggingface import export_checkpoint, import_adapter, import_checkpoint
 from argosy.inference.loaded_model import generate
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch import run_folder
@@ -268,6 +268,8 @@ def test_a_reward_model_begins_with_a_base_and_goes_to_transformers(workers: Wor
         assert torch.equal(tensor, ours.state_dict()[name])
     with pytest.raises(UserError, match="it gives scores, no text"):
         generate(tmp_path / "whole", "1+1?")
+    with pytest.raises(UserError, match="a reward model, which has no adapters here"):
+        import_adapter(tmp_path / "peft", tmp_path / "out", tmp_path / "again")
 
 
 def prepared(tmp_path: Path, objective: str) -> Path:

@@ -35,7 +35,13 @@ from argosy.data.stores.store import is_url, spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import UserError
 from argosy.files import read_at_most, whole_folder
-from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder, with_end_of_turn
+from argosy.inference.trained_model import (
+    TrainedModel,
+    open_checkpoint,
+    open_model,
+    run_of_folder,
+    with_end_of_turn,
+)
 from argosy.models import hf, peft_adapter
 from argosy.models.gguf_file import export_gguf
 from argosy.models.lazy_weights import HeldWeights, LazyWeights
@@ -379,6 +385,8 @@ def import_adapter(folder: str | Path, base: Path, out: Path) -> None:
     Raises: UserError if it is not an adapter of these weights, or `out` exists; StorageError if it cannot be written.
     """
     refuse_existing(out)
+    if open_model(base, check=lambda checkpoint: None).run.model.score:
+        raise UserError(f"{base} is a reward model, which has no adapters here. Merge {folder} with PEFT.")
     if is_model_folder(base):
         run, weights, tokenizer = run_of_folder(base)
         lora, tensors = peft_adapter.import_adapter(folder, run.model, weights)
