@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -29,8 +30,9 @@ from argosy.training.bad_steps import Action
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import Survivor
 from argosy.training.step import Requests, StepOutcome
-from argosy.training.trainer import Trainer
-from tiny import EAGER, eager, losses, prepare_corpus, run_config, train_in, weights
+from argosy.training.stop import WorldIsOver
+from argosy.training.trainer import Trainer, train
+from tiny import EAGER, OverAfter, eager, losses, prepare_corpus, run_config, train_in, weights
 from waiting import wait_until
 
 ALONE = World()
@@ -148,6 +150,17 @@ def test_a_budget_of_minutes_is_filled_at_the_speed_of_warmup_and_leaves_its_len
     left_s = budget_s - (length["time_s"] - begun["time_s"])
     step_s = median(record["seconds"]["step"] for record in records[:warmup])
     assert 0.2 < (len(records) - warmup) / max(1, left_s / step_s) < 5
+
+
+def test_a_budget_of_minutes_counts_the_steps_of_worlds_that_ended_before_it_became_steps(corpus, tmp_path):
+    minutes = {"steps": 0, "minutes": 60}
+    run = run_config(corpus, train=minutes, schedule={"warmup_steps": 5}, evaluate={"every_steps": 0})
+    survivor, lines = Survivor(), tmp_path / "metrics.jsonl"
+    with pytest.raises(WorldIsOver):
+        train(run, EAGER, ALONE, tmp_path, OverAfter(3), survivor)
+    lines.write_text(re.sub(r'"step": 0\.\d+}', '"step": 3600.0}', lines.read_text(), count=1))
+    assert train(run, EAGER, ALONE, tmp_path, OverAfter(8), survivor)  # else it would go on for an hour
+    assert load(tmp_path / "run.toml").train.steps == 6
 
 
 def test_steps_that_are_not_finite_end_the_run_before_they_touch_the_weights(corpus, tmp_path):

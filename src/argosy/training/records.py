@@ -237,6 +237,11 @@ class Records:
         )
         return [(record["step"], record["loss"], record["grad_norm"]) for record in last]
 
+    def steps_s(self) -> float:
+        """Return the seconds that all steps so far have taken, on rank 0."""
+        lines = self.metrics.each() if self._world.is_first else ()
+        return float(sum(line["seconds"]["step"] for line in lines if "seconds" in line))
+
     def has_evaluated(self, step: int) -> bool:
         """Return True if there is a line of an evaluation after `step`. All processes call it together."""
         return self._world.share_first(lambda: self.metrics.has(step, "validation_loss"), bool)

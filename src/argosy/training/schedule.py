@@ -81,6 +81,10 @@ class Pace:
         else:
             self._steady.append(step_s * self._batches.largest / self._batches.at(step))
 
+    def go_on(self, before_s: float) -> None:
+        """Take off the budget what the steps have taken that earlier worlds made."""
+        self._began -= before_s
+
     def is_paused(self, done: int) -> bool:
         """True if the run is to stop after `done` steps, for now (train.pause_at)."""
         return 0 < self._pause_at <= done

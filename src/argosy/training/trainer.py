@@ -97,6 +97,8 @@ class Trainer:
         if not self.agreement.begin():
             self.is_stopped_early = True
             return
+        if self._pace.steps is None:
+            self._pace.go_on(self.parts.records.steps_s())
         self.parts.score_references()
         self.parts.show("compiling" if self.parts.plan.compile else "the first step")
         self.parts.clock.lap()
