@@ -23,8 +23,8 @@ from argosy.data.prepare import prepare
 from argosy.errors import RunFailed
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.loop import train
 from argosy.training.stop import StopSignal
-from argosy.training.trainer import train
 
 HEAD_WIDTH = 16
 

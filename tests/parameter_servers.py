@@ -18,9 +18,9 @@ from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
 from argosy.sync.links import Links, keys_of
 from argosy.sync.messages import FROM_PART, FromPart
+from argosy.training.loop import train
 from argosy.training.server.main import ParameterServer
 from argosy.training.stop import StopSignal
-from argosy.training.trainer import train
 from ports import free_port
 from tiny import eager, run_config
 

@@ -28,10 +28,10 @@ from argosy.parallel.apply import apply
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.loop import train
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from argosy.training.stop import StopSignal, WorldIsOver
-from argosy.training.trainer import train
 
 SOURCES = Path(pydantic.__file__).parent
 """Real text that `constraints.txt` holds fast: with our own, any edit would give all runs other numbers."""

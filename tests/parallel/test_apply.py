@@ -49,9 +49,7 @@ def test_the_parameters_of_a_single_process_are_plain_tensors(plan):
     assert all(piece.replicas == 1 and piece.mesh is None and not piece.cut for piece in model.pieces)
 
 
-@pytest.mark.parametrize(
-    "room", ["training/step.py", "training/state.py", "training/trainer.py", "optim", "checkpoint"]
-)
+@pytest.mark.parametrize("room", ["training/step.py", "training/state.py", "training/loop.py", "optim", "checkpoint"])
 def test_the_step_the_optimizer_and_the_checkpoint_do_not_ask_which_axes_are_used(room):
     place = Path(argosy.__file__).parent / room
     for file in [place] if place.is_file() else sorted(place.glob("*.py")):

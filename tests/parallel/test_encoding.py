@@ -29,10 +29,10 @@ from argosy.parallel.encoding import ErrorRecord, FailedElsewhere, WrongMessage,
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.bad_steps import BadStep, BadStepCounts
+from argosy.training.loop import train
 from argosy.training.recovery import SurvivorFacts
 from argosy.training.state import StepUpdate
 from argosy.training.stop import StopSignal
-from argosy.training.trainer import train
 from tiny import eager, run_config
 
 NUMBERS = st.integers(0, 2**63)

@@ -20,11 +20,12 @@ from argosy.parallel.world import World, tcp_sockets
 from argosy.plan.cost.economy import MEMORY_CHECKPOINTS_MAY_COST, memory_checkpoint_interval_s
 from argosy.training.bad_steps import MOST_REWINDS
 from argosy.training.checkpointer import Checkpointer
+from argosy.training.loop import train
 from argosy.training.parts import Parts
 from argosy.training.saving import MemoryCheckpointPace
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal, WorldIsOver
-from argosy.training.trainer import Trainer, train
+from argosy.training.trainer import Trainer
 from tiny import EAGER, OverAfter, eager, run_config, train_in
 from workers import next_world
 

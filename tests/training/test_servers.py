@@ -31,12 +31,12 @@ from argosy.processes.secret import secret_of
 from argosy.sync.client import Client, WorkerStopped
 from argosy.sync.layout import ServerLayout
 from argosy.training.batches import Batches
+from argosy.training.loop import train
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.server.main import ParameterServer
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from argosy.training.stop import StopSignal
-from argosy.training.trainer import train
 from parameter_servers import asynchronous, serving, together, work
 from tiny import MODEL, decoder, eager, losses, train_in, weights
 

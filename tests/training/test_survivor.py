@@ -18,9 +18,9 @@ from argosy.config.schema import RunConfig
 from argosy.observe.events import Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World
+from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal, WorldIsOver
-from argosy.training.trainer import train
 from tiny import OverAfter, eager, run_config, train_in, weights
 from workers import next_world
 

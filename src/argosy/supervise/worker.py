@@ -29,9 +29,9 @@ from argosy.parallel.world import Connections, World, WorldSeat, join_world, lea
 from argosy.plan.plan import Plan
 from argosy.processes.child import Channel, ChannelClosed, Message, channel_to_parent
 from argosy.processes.connection import raise_limit
+from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
-from argosy.training.trainer import train
 
 CLOSE_EVERY_S = 0.2
 """Time between two closings of a broken world's connections, until the process has left it."""

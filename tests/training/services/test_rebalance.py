@@ -13,10 +13,10 @@ from argosy.observe.events import each_line
 from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.loop import train
 from argosy.training.parts import plan_in_force
 from argosy.training.services.rebalance import rebalanced
 from argosy.training.stop import StopSignal
-from argosy.training.trainer import train
 from tiny import eager, losses, run_config, train_in
 
 PLAN = Plan.parse("dp_replicate=2,microbatch=1")
