@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from argosy.processes.child import ChannelClosed, ForkEntry, Message, channel_to_parent
-from argosy.processes.fork_server import ForkServer, Unanswered
+from argosy.processes.fork_server import ForkServer, Unanswered, fork
 from waiting import wait_until
 
 
@@ -159,6 +160,24 @@ def test_processes_of_a_killed_fork_server_still_talk_to_their_asker(fork_server
         late.receive()
     with pytest.raises(ChannelClosed):
         fork_server.take()
+
+
+def test_a_fork_that_the_system_refuses_is_tried_again(monkeypatch):
+    answers = iter([BlockingIOError(), OSError(errno.ENOMEM, "no memory"), 7])
+
+    def refuse() -> int:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("os.fork", refuse)
+    monkeypatch.setattr("argosy.processes.fork_server.FORK_AGAIN_S", 0.0)
+    assert fork() == 7
+    answers = iter([BlockingIOError()])
+    monkeypatch.setattr("argosy.processes.fork_server.FORK_S", -1.0)
+    with pytest.raises(BlockingIOError):
+        fork()
 
 
 def test_signals_that_a_terminal_sends_to_all_do_not_end_it(fork_server):

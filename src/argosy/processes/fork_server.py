@@ -19,6 +19,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -56,6 +57,8 @@ NVML. CUDA itself, once asked, works in no process that is forked afterwards."""
 
 ANSWER_LOOK_S = 0.5
 """Time between two looks at a process that is waited for."""
+FORK_S, FORK_AGAIN_S = 10.0, 0.1
+"""Time for which a fork is tried that the system refuses, and time between two tries."""
 
 
 class Unanswered(Exception):
@@ -227,7 +230,7 @@ def _serve(asker: Channel) -> ForkEntry | None:
                         _take_on(request["asked"], request.get("descriptors", []))
                         continue
                     asked, (descriptor,) = request["asked"], request["descriptors"]
-                    pid = os.fork()
+                    pid = fork()
                     if not pid:
                         signal.set_wakeup_fd(-1)
                         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -241,6 +244,22 @@ def _serve(asker: Channel) -> ForkEntry | None:
                     asker.send("forked", key=asked["key"], pid=pid)
     signal.set_wakeup_fd(-1)
     return None
+
+
+def fork() -> int:
+    """Return what os.fork does; try for `FORK_S` where there can be no more processes or memory: the dead one whose
+    place is filled may still be letting go of its own.
+
+    Raises: OSError. All that this process has forked ends with it.
+    """
+    end = time.monotonic() + FORK_S
+    while True:
+        try:
+            return os.fork()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(FORK_AGAIN_S)
 
 
 def _take_on(asked: Mapping[str, Any], descriptors: Sequence[int]) -> None:
