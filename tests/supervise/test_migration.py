@@ -33,7 +33,7 @@ class Watch:
     """What is seen of the ranks, as the test says."""
 
     def __init__(self) -> None:
-        self.generation, self.step_s, self.has_made_a_step, self.stand = 1, 1.0, False, False
+        self.generation, self.step_s, self.has_made_a_step, self.stand, self.step = 1, 1.0, False, False, 40
 
     def do_all_wait(self, size: int) -> bool:
         return self.stand
@@ -199,7 +199,18 @@ def test_ranks_that_do_not_hold_are_not_waited_for_for_ever(tmp_path):
     for _ in range(3):
         run.look()
     run.look(seconds=migration.HOLD_WITHIN_S)
+    run.watch.step += 2
     assert not run.migrate() and "not all ranks held" in run.events("stayed")[0]["why"]
+
+
+def test_ranks_that_wait_for_another_site_are_waited_for(tmp_path):
+    run = Run(tmp_path)
+    run.migrator.slow_node("c", SLOW)
+    for _ in range(3):
+        run.look()
+    run.look(seconds=migration.HOLD_WITHIN_S)
+    run.watch.step += 1  # the others' round is there
+    assert run.migrate() and run.events("migrated") and not run.events("stayed")
 
 
 def test_migrations_are_apart_and_their_cost_is_measured(tmp_path, planner, monkeypatch):

@@ -33,7 +33,7 @@ MIGRATION_S = 60.0
 GAINED = 0.05
 """Share of the step time that a migration must save to count as a success."""
 HOLD_WITHIN_S = 120.0
-"""Time that all ranks may take to hold."""
+"""Time that all ranks may take to hold. One that makes no step then, as its site waits for others, holds after it."""
 
 
 @dataclass
@@ -49,6 +49,8 @@ class _Case:
     answer: MigrationAnswer | None = None
     """Set once the run is to migrate."""
     hold_until_s: float = 0.0
+    late_step: int | None = None
+    """The step that the ranks were in when that time had passed."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -193,6 +195,10 @@ class Migrator:
             self._case = None
             self._membership.migrate(said.plan, said.size, leave_out, f"the run migrates: {case.finding.why}")
         elif now_s > case.hold_until_s:
+            if case.late_step is None:
+                case.late_step = self._watch.step
+            if self._watch.step <= case.late_step + 1:
+                return
             self._tell("stayed", case, said, why=f"not all ranks held within {HOLD_WITHIN_S:.0f} s")
             self._drop()
 

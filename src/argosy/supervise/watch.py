@@ -82,6 +82,11 @@ class WorldView:
         """Return node -> how many of its ranks have shown themselves."""
         return {name: len(node.ranks) for name, node in self._nodes.items()}
 
+    @property
+    def step(self) -> int:
+        """The newest step that a rank is in, or has made last; -1 before the first."""
+        return max((node.step for node in self._nodes.values()), default=-1)
+
     def do_all_wait(self) -> bool:
         """Return True if all ranks wait for the next world."""
         return sum(node.waiting for node in self._nodes.values()) == self.size
@@ -100,7 +105,7 @@ class WorldView:
             moved,
             beaten,
             every_s,
-            step=max((node.step for node in self._nodes.values()), default=-1),
+            step=self.step,
             has_evaluated=has_evaluated,
             took=self._times.take(),
             suspicions={
@@ -204,6 +209,11 @@ class RunWatch:
     def has_made_a_step(self) -> bool:
         """True once the generation's world has finished a step."""
         return self._view.has_made_a_step
+
+    @property
+    def step(self) -> int:
+        """The newest step of the generation's world."""
+        return self._view.step
 
     def do_all_wait(self, size: int) -> bool:
         """Return True if all `size` ranks wait for the next world."""
