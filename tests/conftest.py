@@ -7,20 +7,22 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `workers` and `tiny`, here and in spawned processes
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+if TYPE_CHECKING:
+    from workers import WorkerPool
+
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))  # for `workers` and `tiny`, here and in spawned processes
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
 # Of BLAS too, and of all that tests start: on matrices this small a second thread waits in a loop for the first.
 os.environ["OMP_NUM_THREADS"] = "1"
-
-from workers import WorkerPool, make_the_tests_process_light
-
-make_the_tests_process_light()
-gc.disable()  # a sixth of what collecting the tests takes would be looking for garbage, which it hardly leaves
 
 _STATE = tempfile.TemporaryDirectory(prefix="argosy-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name  # what tests approve is not approved for their user
@@ -33,6 +35,27 @@ LONGEST = ("system", "launch", "training", "parallel", "checkpoint")
 """Rooms whose files take longest: they come first, so that no process works on one of them when the others are done."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Make the process light, and import its share of all test files before it collects them.
+
+    To import a file for the first time is to compile it, which takes as long as all else: each process compiles its
+    share and reads the bytecode of the rest, which the others have written.
+    """
+    share: dict[str, object] = getattr(session.config, "workerinput", {})
+    if not share and session.config.getoption("numprocesses", None):
+        return  # this process starts the others and tests nothing
+    from workers import make_the_tests_process_light  # here: it imports torch
+
+    make_the_tests_process_light()
+    gc.disable()  # a sixth of what collecting the tests takes would be looking for garbage, which it hardly leaves
+    if share and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        place, places = int(str(share["workerid"]).removeprefix("gw")), int(str(share["workercount"]))
+        for path in sorted(TESTS.rglob("test_*.py"))[place::places]:
+            with suppress(Exception, pytest.skip.Exception):  # said when the file is collected
+                import_module(".".join(path.relative_to(TESTS).with_suffix("").parts))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by room, the longest first; within a room they keep their order."""
     rank = {room: place for place, room in enumerate(LONGEST)}
@@ -41,7 +64,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Keep what was imported and collected out of garbage collections: a million objects that stay."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
@@ -55,6 +77,8 @@ def approvals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerPool]:
     """Gloo processes that any distributed test may use."""
+    from workers import WorkerPool
+
     pool = WorkerPool()
     yield pool
     pool.close()
