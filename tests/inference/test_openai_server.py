@@ -12,13 +12,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from jsonschema import Draft202012Validator
-from openai import OpenAI
 
 import argosy
 from argosy.cli.documents import schema_of
@@ -28,6 +26,9 @@ from argosy.inference.openai_server import SERVE_PORT, server_of
 from argosy.watch.http import listening
 from talker import make_talker, messages
 from waiting import wait_until
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 TOKEN = "a-key-that-nobody-guesses"
 
@@ -57,9 +58,15 @@ def address(model: LoadedModel) -> Iterator[str]:
         yield found
 
 
+def client_of(address: str, key: str = "none") -> OpenAI:
+    from openai import OpenAI  # here: each of the processes that run tests collects this module
+
+    return OpenAI(base_url=address, api_key=key, max_retries=0)
+
+
 @pytest.fixture
 def client(address: str) -> OpenAI:
-    return OpenAI(base_url=address, api_key="none", max_retries=0)
+    return client_of(address)
 
 
 HI = messages(("user", "hi"))
@@ -145,6 +152,8 @@ def test_settings_are_those_of_the_request(client: OpenAI) -> None:
 def test_what_is_wrong_is_said_in_the_form_of_openai(
     client: OpenAI, asked: dict[str, Any], status: int, message: str
 ) -> None:
+    import openai
+
     body = {"model": "talker", "messages": HI} | asked
     with pytest.raises(openai.APIStatusError) as refused:
         client.post("/chat/completions", body=body, cast_to=object)
@@ -181,6 +190,8 @@ def test_requests_that_come_together_are_answered_as_if_alone(client: OpenAI) ->
 def test_one_more_than_may_wait_is_told_to_come_again(
     client: OpenAI, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import openai
+
     monkeypatch.setattr(openai_server, "MOST_WAITING_REQUESTS", -1)
     with pytest.raises(openai.RateLimitError, match="wait already"):
         client.chat.completions.create(model="talker", messages=HI)
@@ -195,10 +206,12 @@ def test_who_hangs_up_lets_others_in(address: str, client: OpenAI) -> None:
 
 
 def test_with_a_key_nobody_gets_in_without_it(model: LoadedModel) -> None:
+    import openai
+
     with served(model, TOKEN) as address:
-        assert OpenAI(base_url=address, api_key=TOKEN).models.list().data[0].id == "talker"
+        assert client_of(address, TOKEN).models.list().data[0].id == "talker"
         with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
-            OpenAI(base_url=address, api_key="another", max_retries=0).models.list()
+            client_of(address, "another").models.list()
 
 
 def test_pages_of_others_and_names_that_lead_here_are_refused(address: str) -> None:
@@ -213,7 +226,7 @@ def test_with_json_the_address_is_a_document(model: LoadedModel) -> None:
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())
         Draft202012Validator(schema_of("serve")).validate(told)
-        assert OpenAI(base_url=told["url"], api_key="none").models.list().data[0].id == told["model"] == "mine"
+        assert client_of(told["url"]).models.list().data[0].id == told["model"] == "mine"
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0
 
@@ -226,7 +239,7 @@ def test_the_command_says_its_key_and_that_it_is_no_server_for_load(model: Loade
         first, second, third = (process.stdout.readline() for _ in range(3))
         found = re.search(r"answers as 'mine' at (http://127\.0\.0\.1:\d+/v1) ", first)
         assert found and second == f"API key: {TOKEN}\n" and "vLLM" in third
-        client = OpenAI(base_url=found[1], api_key=TOKEN)
+        client = client_of(found[1], TOKEN)
         said = client.chat.completions.create(model="mine", messages=HI, temperature=0).choices[0].message.content
         process.send_signal(signal.SIGINT)
         assert said == "hello there"
@@ -234,8 +247,10 @@ def test_the_command_says_its_key_and_that_it_is_no_server_for_load(model: Loade
 
 
 def test_without_a_template_conversations_are_refused(model: LoadedModel) -> None:
+    import openai
+
     with served(model, has_chat=False) as address:
-        client = OpenAI(base_url=address, api_key="none", max_retries=0)
+        client = client_of(address)
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             client.chat.completions.create(model="talker", messages=HI)
         assert client.completions.create(model="talker", prompt="hi", max_tokens=2).choices[0].text is not None

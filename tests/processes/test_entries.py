@@ -28,7 +28,7 @@ def modules_that_use_processes() -> list[tuple[dict[str, str], list[ast.Call]]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
         if not any(name in text for name in USES_PROCESSES):
-            continue  # parsing all would take ten times as long, in each process that collects these tests
+            continue  # parsing all would take ten times as long
         known = {"__name__": ".".join(("argosy", *path.relative_to(PACKAGE).with_suffix("").parts))}
         calls, imports = [], set()
         for node in ast.walk(ast.parse(text)):
@@ -67,31 +67,25 @@ def _text(word: ast.expr, known: dict[str, str]) -> str | None:
     return None
 
 
-ENTRIES = [ForkEntry(*words) for words in named("ForkEntry")]
-CHILDREN = [words[0] for callee in ("Child", "ProgramJob") for words in named(callee)]
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.module)
-def test_every_entry_of_a_forked_process_is_a_function_without_arguments(entry):
-    assert not inspect.signature(entry.resolve()).parameters
-
-
-@pytest.mark.parametrize("module", CHILDREN)
-def test_every_module_that_is_started_has_a_main(module):
-    found = importlib.import_module(module)
-    if module == "argosy":  # the command itself
-        assert importlib.util.find_spec("argosy.__main__") is not None
-        return
-    assert not inspect.signature(found.main).parameters
-    assert 'if __name__ == "__main__":\n    main()' in inspect.getsource(found)
-
-
-def test_none_is_overlooked():
-    assert {entry.module.removeprefix("argosy.") for entry in ENTRIES} == {
+# Not parameters: each of the processes that run tests would look for them when it collects these.
+def test_every_entry_of_a_forked_process_is_a_function_without_arguments():
+    entries = [ForkEntry(*words) for words in named("ForkEntry")]
+    for entry in entries:
+        assert not inspect.signature(entry.resolve()).parameters, entry
+    assert {entry.module.removeprefix("argosy.") for entry in entries} == {
         "supervise.worker", "parallel.world", "resilience.node_check", "probe.probe", "parallel.apply",
         "inference.members", "compiler",
     }  # fmt: skip
-    assert {module.removeprefix("argosy.") for module in CHILDREN} == {
+
+
+def test_every_module_that_is_started_has_a_main():
+    children = {words[0] for callee in ("Child", "ProgramJob") for words in named(callee)}
+    assert importlib.util.find_spec("argosy.__main__") is not None
+    for module in children - {"argosy"}:  # which is the command itself
+        found = importlib.import_module(module)
+        assert not inspect.signature(found.main).parameters, module
+        assert 'if __name__ == "__main__":\n    main()' in inspect.getsource(found), module
+    assert {module.removeprefix("argosy.") for module in children} == {
         "processes.fork_server", "checkpoint.writer", "data.worker", "supervise.coordinator",
         "resilience.replanner", "sinks.follower", "sinks.worker", "sync.process",
         "training.server.main", "argosy",

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import wandb
 from google.protobuf.message import DecodeError
 
 from argosy.sinks.worker import SinkSession
@@ -139,6 +138,8 @@ def test_a_run_that_begins_anew_is_another_run(tmp_path):
 
 
 def test_a_process_that_was_killed_leaves_no_doubled_rows(tmp_path):
+    import wandb
+
     run = RunFolder(tmp_path, wandb=OFFLINE)
     told = SinkSession(tmp_path, "wandb")
     run.step(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,19 +25,24 @@ def parquet(first: int, rows: int) -> bytes:
     return out.getvalue()
 
 
-FILES = {
-    "README.md": b"# A card, which is no text to train on",
-    "data/train-00000-of-00002.parquet": parquet(0, 100),
-    "data/train-00001-of-00002.parquet": parquet(100, 100),
-    "data/test-00000-of-00001.parquet": parquet(200, 30),
-    "data/validation-00000-of-00001.parquet": parquet(300, 30),
-}
+@cache
+def files() -> dict[str, bytes]:
+    """The data set, by path: made once, and not where the tests are only collected."""
+    return {
+        "README.md": b"# A card, which is no text to train on",
+        "data/train-00000-of-00002.parquet": parquet(0, 100),
+        "data/train-00001-of-00002.parquet": parquet(100, 100),
+        "data/test-00000-of-00001.parquet": parquet(200, 30),
+        "data/validation-00000-of-00001.parquet": parquet(300, 30),
+    }
+
+
 WORDS = ("--vocab-size", "300", "--field", "content", "--validation-fraction", "0")
 
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with hub("team/texts", FILES) as address:
+    with hub("team/texts", files()) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -48,7 +54,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_hub_s_train_split_is_that_of_a_folder(folder: Folder, endpoint: None) -> None:
-    for name, data in FILES.items():
+    for name, data in files().items():
         (folder.path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder.path / "texts" / name).write_bytes(data)
     said = folder.argosy_here("prepare", "texts", "--out", "local", *WORDS)
