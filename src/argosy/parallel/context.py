@@ -32,7 +32,7 @@ from argosy.models.attention import Documents, packed_attention
 from argosy.models.attention_kernels import SEES_ALL, SEES_EARLIER, Kernel, add_sinks, gradient_of_sinks, kernel_for
 from argosy.models.delta_net import DeltaStreams, DeltaWeights, delta_attention
 from argosy.parallel import halo
-from argosy.parallel.transpose import exchange
+from argosy.parallel.tensor import exchange
 
 # B batch, T queries, S keys, H query heads, K key/value heads, G query heads for each of those, E head width
 

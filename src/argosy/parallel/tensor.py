@@ -27,9 +27,28 @@ from argosy.models.initialize import offset_of
 from argosy.models.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm, local
 from argosy.models.loss import ChunkLoss
 from argosy.models.mla import LatentAttention
-from argosy.parallel.transpose import exchange
 from argosy.plan.parameters import INPUTS, Table
 from argosy.sync.compressor import all_gather_single, reduce_scatter_single
+
+Way = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> Tensor:
+    """Return what `there` makes of `x`; in backward `back`, its transpose, is applied to the gradient."""
+    y: Tensor = _Transposed.apply(x, group, there, back)
+    return y
+
+
+class _Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
+
 
 # B batch, t tokens of this rank, T tokens of all ranks of the group, D width
 
