@@ -30,8 +30,6 @@ FORK_SERVER = "argosy.processes.fork_server"
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault."""
-
     about: str
     weight: float
     """Weight with which it is drawn."""
@@ -60,8 +58,6 @@ KINDS = {
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """A fault that is planned."""
-
     at_s: float
     """Seconds after the first step."""
     kind: str

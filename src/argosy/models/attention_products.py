@@ -28,7 +28,6 @@ and made for each shape costs more than it saves."""
 PADDED_ROWS = 64
 """Rows are padded to a multiple of this many tokens: oneDNN makes a kernel for each shape and keeps it."""
 TILE_QUERIES = 256
-"""Queries of a tile."""
 SCORES = 2**22
 """Scores that are in memory at once, at most, but of one head."""
 

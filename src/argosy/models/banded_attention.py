@@ -20,7 +20,6 @@ from argosy.models.attention_kernels import SEES_EARLIER, Kernel, VisibleKeys, a
 # N queries and M keys of all rows and documents laid end to end, H query heads, K key/value heads, E head width
 
 BLOCK_QUERIES = 256
-"""Queries of a block."""
 
 
 def banded_attention(

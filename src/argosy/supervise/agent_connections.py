@@ -30,8 +30,6 @@ ACCEPT_PAUSE_S = 0.5
 
 
 class AgentConnection:
-    """The connection to one agent."""
-
     def __init__(self, connected: socket.socket, address: str, connections: AgentConnections):
         self.address, self.name = address, ""
         """name: of the node, once it has said it."""

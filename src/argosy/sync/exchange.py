@@ -39,8 +39,6 @@ MOST_ATTEMPTS = 1 << 20
 
 
 class SiteExchange:
-    """The exchange of one site."""
-
     def __init__(
         self,
         sites: Sites,

@@ -40,8 +40,6 @@ PROCESSOR_SHARE = 0.2
 
 @dataclass
 class OpenRun:
-    """An open run."""
-
     reader: RunReader
     meter: EnergySoFar
     lock: threading.Lock = field(default_factory=threading.Lock)

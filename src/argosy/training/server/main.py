@@ -64,8 +64,6 @@ class WeightStream:
 
 
 class ParameterServer:
-    """One parameter server."""
-
     def __init__(
         self, run: RunConfig, run_dir: Path, number: int, is_again: bool = False, listener: socket.socket | None = None
     ):
