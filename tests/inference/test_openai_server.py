@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
 def served(model: LoadedModel, token: str = "", has_chat: bool = True) -> Iterator[str]:
     """Serve a model as "talker" while the block runs. Gives the address."""
     with listening("127.0.0.1", None, SERVE_PORT) as listener:
-        server = server_of(listener, model, "talker", ChatModel(model) if has_chat else None, token, "127.0.0.1")
+        server = server_of(model, "talker", ChatModel(model) if has_chat else None, token, "127.0.0.1")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         wait_until(lambda: server.started)

@@ -56,7 +56,7 @@ def check_folder(place: Path, sha256: str = "") -> str:
 
     Raises: UserError if it is not `sha256`, which an adapter was trained beside; "" is any.
     """
-    found = weights_sha256(place, "model.weights = ")
+    found = weights_sha256(place)
     if sha256 not in ("", found):
         raise _others(place, sha256, f"the sha256 there is {found[:12]}.... Restore that folder, or name a copy of it")
     return found

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
                 "It is for trying a model: one request at a time. For load, export it and serve it by vLLM.", flush=True
             )
         with suppress(KeyboardInterrupt):  # the server has ended by itself
-            server_of(listener, model, name, chat, token, options.host).run(sockets=[listener])
+            server_of(model, name, chat, token, options.host).run(sockets=[listener])
     return 0
 
 

@@ -77,8 +77,6 @@ SPLIT_WORDS = {
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file of the input."""
-
     name: str
     """A path or a URL, as messages show it."""
     fs: Any
@@ -320,14 +318,14 @@ def texts_of(item: str, code: Sequence[CodeFile]) -> tuple[Callable[[], Iterable
             f"{extension.declared.place}: the {extension.declared} yields other documents when it is read again. It is "
             "read several times, so it must repeat itself: sort what it lists, and seed what it draws."
         )
-    return texts, declared[name].sha256_for("source", name)
+    return texts, declared[name].sha256_for(name)
 
 
 def checksums_of(items: Iterable[str], code: Sequence[CodeFile]) -> dict[str, str]:
     """Return the checksum of the code of each source of the user's among `items`."""
     names = {item.removeprefix(SOURCE_PREFIX).partition(":")[0] for item in items if item.startswith(SOURCE_PREFIX)}
     return {
-        d.name: file.sha256_for("source", d.name)
+        d.name: file.sha256_for(d.name)
         for file in code
         for d in file.declarations
         if d.kind == "source" and d.name in names

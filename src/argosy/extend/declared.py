@@ -59,17 +59,15 @@ class CodeFile:
     def sha256(self) -> str:
         return hashlib.sha256(self.source).hexdigest()
 
-    def sha256_for(self, kind: Kind, name: str) -> str:
-        """Return the checksum of the code that one extension can depend on.
+    def sha256_for(self, source: str) -> str:
+        """Return the checksum of the code that one source of text can depend on.
 
         That is all statements at the top level but other extensions which none of them names.
         """
         tree = ast.parse(self.source)
         imported = dict(_imported(tree))
         others = {
-            node.name: node
-            for node in tree.body
-            if isinstance(node, Definition) and _is_other(node, imported, kind, name)
+            node.name: node for node in tree.body if isinstance(node, Definition) and _is_other(node, imported, source)
         }
         kept = [node for node in tree.body if node not in others.values()]
         for node in kept:  # it grows by what is named
@@ -130,12 +128,12 @@ def _declarations(tree: ast.Module, path: Path) -> Iterator[Declaration]:
             yield Declaration(registration.kind, registration.name or node.name, place, registration.facts)
 
 
-def _is_other(node: Definition, names: Mapping[str, str], kind: Kind, name: str) -> bool:
-    """Return True if `node` is an extension of ours, and not the one of this kind and name."""
+def _is_other(node: Definition, names: Mapping[str, str], source: str) -> bool:
+    """Return True if `node` is an extension of ours, and not the source of this name."""
     for decorator in node.decorator_list:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         if (found := _kind(called, names)) is not None:
-            return (found, _registration(found, decorator, "").name or node.name) != (kind, name)
+            return (found, _registration(found, decorator, "").name or node.name) != ("source", source)
     return False
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -248,9 +247,7 @@ def make_app(model: LoadedModel, name: str, chat: ChatModel | None, token: str, 
     )
 
 
-def server_of(
-    listener: socket.socket, model: LoadedModel, name: str, chat: ChatModel | None, token: str, host: str
-) -> uvicorn.Server:
+def server_of(model: LoadedModel, name: str, chat: ChatModel | None, token: str, host: str) -> uvicorn.Server:
     """Return the server; `run(sockets=[listener])` serves until SIGINT or SIGTERM."""
     app = make_app(model, name, chat, token, tuple(dict.fromkeys((*OWN_HOSTS, host.lower()))))
     # The app has no lifespan, and Ctrl-C would print the traceback of its end.

@@ -93,7 +93,7 @@ def _train(
         shown(FolderView, quiet) as where,
         lasting_output(run_dir / "logs" / f"{process_name(run.launch)}.log"),
         fork_server(where, started) as forks,
-        run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes),
+        run_folder.locked(run_dir, node_name(run.launch) if run.launch.nodes > 1 else "", run.launch.nodes),
     ):
         progress = Progress(enabled=not quiet)
         began = time.monotonic()
@@ -173,11 +173,6 @@ def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
         return None
     report = Report.load(run_dir)
     return report if report.status == "finished" and report.steps == run.train.steps else None
-
-
-def _name_of_node(run: RunConfig) -> str:
-    """Return the node's name for the lock: each of several nodes has its own; a single one locks the whole folder."""
-    return "" if run.launch.nodes == 1 else node_name(run.launch)
 
 
 def _check_here(run: RunConfig, origin: Callable[[str], str]) -> None:

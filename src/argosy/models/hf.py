@@ -305,13 +305,13 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     return config, FolderWeights(conversions, known, shapes)
 
 
-def weights_sha256(place: str | Path, named: str) -> str:
+def weights_sha256(place: str | Path) -> str:
     """Return a SHA-256 that tells the weights in a Hugging Face folder, or at its URL, from others: of the names, sizes
     and `CHECKED_SAMPLES` parts of their files. All of the bytes would take minutes.
 
     Raises: UserError, as `import_folder`.
     """
-    folder = model_folder(place, named)
+    folder = model_folder(place, "model.weights = ")
 
     def sampled(file: str) -> bytes:
         size = folder.size(file)

@@ -236,7 +236,7 @@ def import_adapter(
     if stored or not adapter:
         what = f"{min(stored)} has" if stored else "the tensors have"
         raise UserError(f"{tensor_file}: {what} no place in this model ({config.family}). Name its own weights.")
-    tensors = {name: torch.stack(some) if _is_stack(name) else some[0] for name, some in adapter.items()}
+    tensors = {name: torch.stack(some) if "_lora." in name else some[0] for name, some in adapter.items()}
     targets = _targets(config, tensors)
     return lora.model_copy(update={"targets": targets}), tensors
 
@@ -342,10 +342,6 @@ def _take(
 def _to_ours(module: PeftModule, rows: Tensor) -> list[Tensor]:
     ours = [rows] if module.expert is not None else module.conversion.to_ours([rows])
     return [some / factor for some, factor in zip(ours, module.factors, strict=True)]
-
-
-def _is_stack(name: str) -> bool:
-    return "_lora." in name
 
 
 def _targets(config: ModelConfig, adapter: Mapping[str, Tensor]) -> tuple[str, ...]:

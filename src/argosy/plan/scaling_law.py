@@ -174,7 +174,7 @@ def fit_scaling_law(results: Sequence[RunResult], draws: int = 100, seed: int = 
     freedom = 1 - COEFFICIENTS / len(results)
     weights = np.random.default_rng(seed).gamma(freedom, 1 / freedom, size=(draws, len(results)))
     with threadpool_limits(limits=1, user_api="blas"):  # on five numbers its threads only wait for each other
-        best = min((problem.descend(start) for start in problem.best_starts(DESCENTS)), key=lambda end: end[1])[0]
+        best = min((problem.descend(start) for start in problem.best_starts()), key=lambda end: end[1])[0]
         drawn = [problem.descend(best, of_draw)[0] for of_draw in weights]
     law = problem.law(best)
     residuals = tuple(math.log(r.loss / law.loss(r.parameters, r.tokens)) for r in results)
@@ -205,12 +205,12 @@ class _Problem:
         self._n, self._d = (logs[:, :2] - self._centre).T
         self._loss = logs[:, 2]
 
-    def best_starts(self, count: int) -> Array:
-        """Return the `count` points of the grid with the least loss, [count, 5]."""
+    def best_starts(self) -> Array:
+        """Return the `DESCENTS` points of the grid with the least loss, [DESCENTS, 5]."""
         log_E, log_A, log_B, alpha, beta = np.array(list(itertools.product(*STARTS.values()))).T
         n, d = self._centre
         starts = np.stack([log_E, log_A - alpha * n, log_B - beta * d, np.log(alpha), np.log(beta)], 1)
-        return starts[self.loss(starts)[0].argsort()[:count]]
+        return starts[self.loss(starts)[0].argsort()[:DESCENTS]]
 
     def law(self, point: Array) -> ScalingLaw:
         log_E, log_a, log_b, log_alpha, log_beta = point

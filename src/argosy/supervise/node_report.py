@@ -77,7 +77,8 @@ class NodeReporter:
         """
         known = list(readings)
         generation = max((reading.generation for reading in known), default=0)
-        now = {reading.rank: reading for reading in sorted(known, key=_rank) if _is_in(reading, generation)}
+        here = [reading for reading in known if reading.generation == generation > 0 and reading.rank >= 0]
+        now = {reading.rank: reading for reading in sorted(here, key=lambda reading: reading.rank)}
         before, self._before = self._before, now
         is_other = _identities(before) != _identities(now)
         if is_other:
@@ -143,14 +144,6 @@ def _seen(reading: HeartbeatReading, state: str) -> WorkerSeen:
     return WorkerSeen(
         reading.pid, reading.step, reading.phase, dict(reading.sequences), state, has_made_a_step=bool(reading.busy_s)
     )
-
-
-def _rank(reading: HeartbeatReading) -> int:
-    return reading.rank
-
-
-def _is_in(reading: HeartbeatReading, generation: int) -> bool:
-    return reading.generation == generation > 0 and reading.rank >= 0
 
 
 def _identities(readings: dict[int, HeartbeatReading]) -> set[tuple[int, int, int]]:

@@ -364,7 +364,7 @@ def metric_of(run_dir: Path, key: str, until: int) -> float | None:
     last = 0
     for record in from_the_end(run_dir / "metrics.jsonl"):
         step = int(record["step"]) + 1
-        if (until and step > until) or not _has(record, key):
+        if (until and step > until) or _inner(record, key) is _MISSING:
             continue
         last = last or step
         if key.partition(".")[0] in OF_EVALUATIONS:
@@ -377,10 +377,6 @@ def metric_of(run_dir: Path, key: str, until: int) -> float | None:
 
 def steps_of(run_dir: Path) -> int:
     return next((int(record["step"]) + 1 for record in from_the_end(run_dir / "metrics.jsonl")), 0)
-
-
-def _has(record: dict[str, Any], key: str) -> bool:
-    return _inner(record, key) is not _MISSING
 
 
 def _number(record: dict[str, Any], key: str) -> float:

@@ -59,8 +59,8 @@ def lines(title: str, labels: Sequence[str], series: Mapping[str, Sequence[float
     return _svg(title, [*drawn, *_legend(list(series))])
 
 
-def bars(title: str, values: dict[str, float], unit: str) -> str:
-    """Return a horizontal bar for each value, on a logarithmic axis from 1."""
+def bars(title: str, values: dict[str, float]) -> str:
+    """Return a horizontal bar for each factor, on a logarithmic axis from 1."""
     most = max(math.log(max(value, 1.0)) for value in values.values()) or 1.0
     row = (HEIGHT - TOP - 20) / len(values)
     parts = []
@@ -70,7 +70,7 @@ def bars(title: str, values: dict[str, float], unit: str) -> str:
             f'<text x="20" y="{y + row / 2 + 4:.1f}">{escape(name)}</text>'
             f'<rect x="160" y="{y + 6:.1f}" width="{max(size, 1):.1f}" height="{row - 12:.1f}" '
             f'fill="{SERIES_COLOURS[i % len(SERIES_COLOURS)]}"/>'
-            f'<text x="{168 + max(size, 1):.1f}" y="{y + row / 2 + 4:.1f}">{value:.2f} {unit}</text>'
+            f'<text x="{168 + max(size, 1):.1f}" y="{y + row / 2 + 4:.1f}">{value:.2f} x</text>'
         )
     return _svg(title, parts)
 

@@ -390,5 +390,5 @@ def pictures(report: DesignReport) -> dict[str, str]:
             )
     for one in report.speedups:
         values = {**one.factors, "together": one.whole}
-        found[f"{name}-{one.what}-speedup.svg"] = charts.bars(_title(one), values, "x")
+        found[f"{name}-{one.what}-speedup.svg"] = charts.bars(_title(one), values)
     return found

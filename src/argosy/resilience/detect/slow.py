@@ -118,7 +118,7 @@ class StragglerDetector:
 
     def _suspects(self) -> list[int]:
         """Return the ranks that a look is worth: those found before, and those that were slow too often for chance."""
-        enough = min(_least(self._in_all, _counted(self._window[-1]), LONG_BY_CHANCE), -(-self._steps // 2))
+        enough = min(_least(self._in_all, _counted(self._window[-1])), -(-self._steps // 2))
         often = np.flatnonzero(self._slow >= max(1, enough)).tolist()
         return sorted({*often, *self._found_at})
 
@@ -195,9 +195,9 @@ def _counted(step: _Step) -> int:
     return int(np.count_nonzero(~np.isnan(step.ratios)))
 
 
-def _least(of: int, ranks: int, chance: float) -> int:
-    """Return the least number of hits whose `chance_of` is at most `chance`."""
-    return bisect_left(range(of + 1), True, key=lambda hits: chance_of(hits, of, ranks) <= chance)
+def _least(of: int, ranks: int) -> int:
+    """Return the least number of hits whose `chance_of` is at most `LONG_BY_CHANCE`."""
+    return bisect_left(range(of + 1), True, key=lambda hits: chance_of(hits, of, ranks) <= LONG_BY_CHANCE)
 
 
 def chance_of(hits: int, of: int, ranks: int) -> float:

@@ -233,8 +233,9 @@ class Planner:
             return None
         machine = _quietly(lambda: machine_at_hand(run, found))
         # The folder may be read on another machine than the run's, where a description says nothing about it.
-        is_told = facts.prediction is None or machine is None or facts.prediction.cluster == _name(machine)
-        return priced(machine, run.observe.energy) if machine is not None and is_told else None
+        if machine is None or (facts.prediction and facts.prediction.cluster != (machine.name or str(machine.devices))):
+            return None
+        return priced(machine, run.observe.energy)
 
     @property
     def _hardware(self) -> dict[str, Any] | None:
@@ -258,10 +259,6 @@ class Planner:
 
 def _share(prediction: Prediction, part: str) -> float:
     return prediction.seconds.get(part, 0.0) / float(prediction.step_s.mid)
-
-
-def _name(machine: Cluster) -> str:
-    return machine.name or str(machine.devices)
 
 
 def _quietly(ask: Callable[[], AnswerT]) -> AnswerT | None:
