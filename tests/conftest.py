@@ -45,9 +45,11 @@ def pytest_collection(session: pytest.Session) -> None:
     share: dict[str, object] = getattr(session.config, "workerinput", {})
     if not share and session.config.getoption("numprocesses", None):
         return  # this process starts the others and tests nothing
+    from warm import fork_writers
     from workers import make_the_tests_process_light  # here: it imports torch
 
     make_the_tests_process_light()
+    fork_writers(from_here=False)
     gc.disable()  # a sixth of what collecting the tests takes would be looking for garbage, which it hardly leaves
     if share and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         place, places = int(str(share["workerid"]).removeprefix("gw")), int(str(share["workercount"]))

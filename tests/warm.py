@@ -1,8 +1,9 @@
 """Processes that are forked from one which has imported their module, instead of being started.
 
-A start takes 0.3 to 1.6 s of CPU time, nearly all of it for imports, and the tests need 400: each `prepare` has a
-worker, each run a fork server and a coordinator. The same `main` runs, in a process of its own and with the same
-channel. `WarmCommand` is `argosy train` so: its children are forked from one that it forks itself.
+A start takes 0.1 to 1.6 s of CPU time, nearly all of it for imports, and the tests need more than a thousand: each
+`prepare` has a worker, each run a fork server and a coordinator, each rank that saves a writer. The same `main` runs,
+in a process of its own and with the same channel. `WarmCommand` is `argosy train` so: its children are forked from one
+that it forks itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from argosy.processes.child import CHANNEL, PARENT, STDERR, Channel, Child, Fork
 from argosy.processes.fork_server import STDOUT, WORKER_MODULE, ForkServer
 from argosy.supervise.coordinator_client import COORDINATOR
 
-PREPARE = "argosy.data.worker"
+PREPARE, WRITER = "argosy.data.worker", "argosy.checkpoint.writer"
 COMMAND = "argosy"
 ASKED = "ARGOSY_TESTS_CHILD"
 """Environment variable of a forked child: what it was asked to be."""
@@ -38,7 +39,7 @@ real_parent = os.getppid
 
 
 class WarmChild(Child):
-    """A `Child` that is forked, if it is a worker of `prepare`, or a run's fork server or coordinator."""
+    """A `Child` that is forked, if it is a worker of `prepare`, a writer, or a run's fork server or coordinator."""
 
     def __init__(
         self,
@@ -54,8 +55,9 @@ class WarmChild(Child):
             self._process = cast("subprocess.Popen[bytes]", _Forked(None, pid))
             return
         is_of_run = module == COORDINATOR or (module, arguments) == (fork_server.__name__, (WORKER_MODULE,))
+        is_forked = is_of_run or module == PREPARE or (module == WRITER and os.getpid() == _Server.asker_of_writers)
         # A test may have another program started in Python's place.
-        if _Server.is_starting or sys.executable != PYTHON or not (is_of_run or module == PREPARE):
+        if _Server.is_starting or sys.executable != PYTHON or not is_forked:
             outputs = {"stdout": stdout, "stderr": stderr}
             super().__init__(module, *arguments, pass_fds=pass_fds, environment=environment, **outputs)
             return
@@ -75,6 +77,8 @@ class _Server:
     """True while one is started, which is a child itself."""
     is_in_command = False
     """True in a forked command, which has imported all and starts by forking one."""
+    asker_of_writers = 0
+    """The process that called `fork_writers`, and not one that was forked from it meanwhile."""
 
     @classmethod
     def of(cls, module: str) -> _Server:
@@ -225,11 +229,27 @@ def _fork_server_of_this_process() -> tuple[Channel, int]:
         os._exit(0)
 
 
+def fork_writers(from_here: bool) -> None:
+    """Have the writers of this process's checkpoints forked. For processes that train many times.
+
+    from_here: from a copy of this process, which has no threads yet and has imported what they need.
+    """
+    from argosy.checkpoint import save  # it imports torch, which a server of writers does without
+
+    save.Child = WarmChild  # type: ignore[attr-defined]
+    _Server.asker_of_writers = os.getpid()
+    if from_here:
+        _Server.is_in_command = True
+        _Server.of(WRITER)
+        _Server.is_in_command = False
+
+
 def imported() -> None:
     """Called in a server, which has imported this module by then: leave the folder of the test that started it."""
-    from workers import make_the_tests_process_light
+    if "torch" in sys.modules:
+        from workers import make_the_tests_process_light
 
-    make_the_tests_process_light()
+        make_the_tests_process_light()
     os.chdir("/")
 
 

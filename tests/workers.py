@@ -24,7 +24,7 @@ from argosy.observe import clock
 from argosy.parallel.world import World, leave_world
 from argosy.processes import fork_server
 from argosy.supervise import coordinator_client
-from warm import WarmChild
+from warm import WarmChild, fork_writers
 
 POOL_SIZE = 8
 STARTED_AT_ONCE = 4
@@ -133,6 +133,7 @@ def _received(pipe: Connection) -> tuple[bool, Any]:
 
 def _serve(pipe: Connection) -> None:
     make_the_tests_process_light()
+    fork_writers(from_here=True)
     modules = 0
     while True:
         work, rank, size, store = pipe.recv()

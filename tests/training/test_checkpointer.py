@@ -283,8 +283,7 @@ def finish_while_a_writer_stands_still(world: World, run_dir: Path) -> str | Non
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr("argosy.checkpoint.save.WRITER_SILENT_S", 1.0)
-            (writer,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-            os.kill(int(writer), signal.SIGSTOP)
+            os.kill(keeping._saver.writer_pid, signal.SIGSTOP)
         error = keeping.finish(state(2))
     keeping.close()
     return error
