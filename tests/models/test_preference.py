@@ -92,6 +92,17 @@ def test_statistics_are_summed_until_they_are_taken() -> None:
     assert made.take_statistics() is None
 
 
+@pytest.mark.parametrize(("chosen", "right"), [(-3.0, 1.0), (-5.0, 0.0)])
+def test_rewards_of_simpo_do_not_depend_on_lengths(chosen: float, right: float) -> None:
+    made, of = preference("simpo"), sequences()
+    values = sums(of)
+    values[0, 0] = chosen
+    made(values, of)
+    taken = made.take_statistics()
+    assert taken is not None
+    assert taken.tolist() == [1, 1, right, 0.5 * chosen / CHOSEN_TOKENS, 0.5 * REJECTED / REJECTED_TOKENS]
+
+
 @pytest.mark.parametrize(("chosen", "right"), [(CHOSEN, 1), (-9.0, 0)])
 def test_a_pair_is_right_if_its_chosen_side_is_likelier(chosen: float, right: int) -> None:
     of = sequences()

@@ -58,7 +58,8 @@ class Preference:
 
     def __call__(self, sums_BT: Tensor, of: Sequences) -> Tensor:
         """Return the loss, summed over pairs or judged answers, of log-probabilities of answers, fp32 [B, T]."""
-        rewards_BT = self.config.beta_of(self.objective) * (sums_BT - of.reference)
+        values_BT = _means(sums_BT, of) if self.objective in OF_MEANS else sums_BT - of.reference
+        rewards_BT = self.config.beta_of(self.objective) * values_BT
         losses = self._loss(self, sums_BT, of)
         self._statistics.append(_statistics(rewards_BT.detach(), of))
         return losses
@@ -161,6 +162,8 @@ PREFERENCE_LOSSES: dict[str, Callable[[Preference, Tensor, Sequences], Tensor]] 
 }
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 """Objectives that compare with the model as it was before training."""
+OF_MEANS = ("simpo", "orpo")
+"""Objectives by which a reward is of the mean over an answer's tokens, whatever its length."""
 
 
 def _log1mexp(x: Tensor) -> Tensor:
