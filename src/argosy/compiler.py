@@ -92,6 +92,9 @@ def load() -> None:
         importlib.import_module(name)
     # A block tells its dropout which tokens it computes; a graph that recomputes it has them still.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # All blocks are one function to the compiler, which runs it uncompiled beyond so many kinds of them: with experts,
+    # a window or another width, each with and without gradients, of its input too, and documents that begin in a row.
+    torch._dynamo.config.recompile_limit = 128
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # no public name
 
     if os.environ[CACHE_DIR] == default_cache_dir():  # another package has imported the compiler

@@ -64,6 +64,22 @@ def _compare(found: tuple[float, list[torch.Tensor]], expected: tuple[float, lis
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_blocks_of_any_number_of_kinds_are_compiled() -> None:
+    torch.compiler.reset()
+    model, graphs = decoder(layers=9, ffn_widths=[8 * layer for layer in range(1, 10)]), list[torch.fx.GraphModule]()
+
+    def traced(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with patch("torch._inductor.compile_fx.compile_fx", traced):
+        compile_blocks(model, enabled=True)
+        model(batch(1).tokens_BT)
+    assert len(graphs) == 9 + 1  # the last norm
+
+
 def test_a_plan_without_compile_leaves_the_blocks_alone():
     model = decoder()
     compile_blocks(model, enabled=False)
