@@ -43,3 +43,4 @@ def test_a_kind_of_fault_that_does_not_exist_is_refused(refused, folder: Folder)
     said = folder.argosy_here("chaos", "run.toml", "--kinds", "kil", code=2)
     assert "--kinds kil" in said and "there are kill" in said and "Traceback" not in said
     refused("chaos", "run.toml", "--every-s", "0", said=("--every-s 0",))
+    refused("chaos", "run.toml", "--launch.nodes", "2", said=("launch.nodes = 2", "--launch.nodes 1"))

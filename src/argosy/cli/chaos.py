@@ -56,6 +56,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     if not 0 <= options.minutes < math.inf:
         raise UserError(f"--minutes {options.minutes:g}: must be at least 0. Try --minutes 30.")
+    if run.launch.nodes > 1:
+        raise UserError(
+            f"launch.nodes = {run.launch.nodes}: chaos disturbs a run of this machine, which would wait for others. "
+            "Give --launch.nodes 1."
+        )
     check_repeatable(run, run.name)
     check_approved(run.extend.code, options.trust_code)
     from argosy.chaos.campaign import KINDS
