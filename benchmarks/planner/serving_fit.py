@@ -15,12 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 from serving_rows import ServingRow, ServingTable
 
-from argosy.plan.cost.serving_constants import EFFECTS, ServingConstants, effect_std
+from argosy.plan.cost.serving_constants import ServingConstants
 
 Floats = NDArray[np.float64]
 
 NAMES = tuple(f.name for f in fields(ServingConstants) if f.name not in ("compute", "overhead"))
 """Constants of the population."""
+EFFECTS = {
+    "compute": 0.15, "overhead": 0.4, "matmul": 0.15, "cache": 0.25, "sequence_s": 0.5, "eager_layer_s": 1.0,
+    "request_s": 0.7,
+}  # fmt: skip
+"""Constants that groups of measurements shift, and the standard deviation of a shift's logarithm; assumed."""
+ON_VENDOR = 3.0
+"""Factor on it for an engine on a maker's devices: ports differ more than engines do."""
 PUBLISHER_STD = 0.15
 SERVER_STD = 0.7
 """Standard deviation of the logarithm of a publisher's own `request_s`: its server, its network, its client."""
@@ -161,7 +168,7 @@ def _server(publisher: str) -> str:
 def _std(group: str, name: str) -> float:
     if group.startswith(_server("")):
         return SERVER_STD
-    return effect_std(group, name)
+    return EFFECTS[name] * (ON_VENDOR if " on " in group else 1.0)
 
 
 def row_weights(rows: list[ServingRow]) -> Floats:

@@ -6,7 +6,7 @@ from argosy.config.layers import preset_names
 from argosy.config.load import load
 from argosy.config.model import ModelConfig
 from argosy.plan.parameters import parameters
-from argosy.plan.workload import matmul_parameters
+from argosy.plan.workload import Workload
 
 PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tied ones once
     "llama3-8b": 8.03,
@@ -110,7 +110,8 @@ def test_a_laptop_size_has_about_the_parameters_of_its_name(name):
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_token_uses_the_published_share_of_the_parameters(name):
     config = model(name)
-    active = matmul_parameters(config) + config.width * config.vocab_size  # and the embedding, as cards count
+    matmuls = Workload.of_model(config, seq_len=1, global_batch=1).matmul_parameters
+    active = matmuls + config.width * config.vocab_size  # and the embedding, as cards count
     assert active / 1e9 == pytest.approx(ACTIVE[name], rel=0.005)
 
 

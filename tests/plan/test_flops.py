@@ -17,7 +17,7 @@ from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.mtp import further_tokens
 from argosy.plan.parameters import parameters
-from argosy.plan.workload import matmul_parameters, train_flops_per_token
+from argosy.plan.workload import Workload, train_flops_per_token
 
 LLAMA3_8B = ModelConfig(layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn_width=14336, vocab_size=128256)
 LLAMA3_2_1B = ModelConfig(
@@ -111,7 +111,8 @@ def test_flops_are_those_that_a_step_executes(variant, seq_len):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         further = further_tokens(tokens_BT, tokens_BT, tokens_BT, config.mtp.modules) if config.mtp.modules else None
         model(tokens_BT, tokens_BT, further_BTn2=further).backward()
-    causal_half = train_flops_per_token(config, seq_len) - 6 * matmul_parameters(config)
+    work = Workload.of_model(config, seq_len, global_batch=1)
+    causal_half = work.train_flops_per_token - 6 * work.matmul_parameters
     counted = counter.get_total_flops() / tokens_BT.numel()
     assert counted == pytest.approx(train_flops_per_token(config, seq_len) + causal_half, rel=0.02)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -87,7 +87,6 @@ def _number(path: Path) -> int:
     return int(path.read_text())
 
 
-Source = Literal["nvml", "rapl", "estimate"]
 COUNTER_READ_S = 60.0
 """Counters are read at least so often, since they begin at 0 again."""
 

@@ -346,7 +346,11 @@ class Workload:
 
     @property
     def matmul_parameters(self) -> Numbers:
-        """Parameters that take part in a matmul with each token (`matmul_parameters`)."""
+        """Parameters that take part in a matmul with each token ("active parameters").
+
+        These are all but the embedding lookup, norms, biases and idle experts: of the routed experts, as many count as
+        one token goes to.
+        """
         active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
         return (
             self.layers * self.attention_parameters
@@ -429,20 +433,11 @@ def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
     }
 
 
-def matmul_parameters(model: ModelConfig) -> int:
-    """Return how many parameters take part in a matmul with each token.
-
-    These are all but the embedding lookup, norms, biases and idle experts: of the routed experts, as many count as one
-    token goes to ("active parameters").
-    """
-    return int(Workload.of_model(model, seq_len=1, global_batch=1).matmul_parameters)
-
-
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
 
-    N: `matmul_parameters`; L layers, s `seq_len`, a heads, d head width (with latent attention the mean of a key's
-    and a value's). PaLM (Chowdhery et al. 2022, appendix B) with causal attention counted once, as Megatron-Bridge
+    N: `Workload.matmul_parameters`; L layers, s `seq_len`, a heads, d head width (with latent attention the mean of a
+    key's and a value's). PaLM (Chowdhery et al. 2022, appendix B) with causal attention counted once, as Megatron-Bridge
     does. A gated delta-net counts as it is computed, in chunks (`Workload.delta_flops_per_token`).
     Packed documents shorter than the sequence do less attention than this; the formula counts whole sequences,
     so that runs compare. Balance losses, dropped tokens and padding are not counted either.

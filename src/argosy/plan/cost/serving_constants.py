@@ -33,13 +33,6 @@ ENGINE_SPELLINGS = {
 NEW = {"vLLM": (0, 6), "TensorRT-LLM": (0, 16)}
 """Releases before these, of 2024 and earlier, count as engines of their own ("old"): vLLM 0.6 took scheduling off the
 path of passes, TensorRT-LLM 0.16 has today's kernels for small sums and fp8."""
-EFFECTS = {
-    "compute": 0.15, "overhead": 0.4, "matmul": 0.15, "cache": 0.25, "sequence_s": 0.5, "eager_layer_s": 1.0,
-    "request_s": 0.7,
-}  # fmt: skip
-"""Constants that groups of measurements shift, and the standard deviation of a shift's logarithm; assumed."""
-ON_VENDOR = 3.0
-"""Factor on it for an engine on a maker's devices: ports differ more than engines do."""
 PAST = ("FasterTransformer", "DeepSpeed-MII", "DeepSpeed", "llama.cpp", "LMDeploy")
 """Engines that were measured in releases of 2024 and earlier only."""
 
@@ -164,11 +157,6 @@ def fitted_serving() -> FittedServing:
     """Return the constants that fit published measurements best, with the errors of predictions elsewhere."""
     table = tomllib.loads(SERVING_FILE.read_text())
     return FittedServing(ServingConstants(**table["constants"]), table["shifts"], table["spread"], table["publishers"])
-
-
-def effect_std(group: str, name: str) -> float:
-    """Return the assumed standard deviation of the logarithm of a group's shift of a constant."""
-    return EFFECTS[name] * (ON_VENDOR if " on " in group else 1.0)
 
 
 def spread_of(metric: str, vendor: str, kind: str = "strangers") -> float:
