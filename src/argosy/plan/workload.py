@@ -437,8 +437,8 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
 
     N: `Workload.matmul_parameters`; L layers, s `seq_len`, a heads, d head width (with latent attention the mean of a
-    key's and a value's). PaLM (Chowdhery et al. 2022, appendix B) with causal attention counted once, as Megatron-Bridge
-    does. A gated delta-net counts as it is computed, in chunks (`Workload.delta_flops_per_token`).
+    key's and a value's). PaLM (Chowdhery et al. 2022, appendix B) with causal attention counted once, as
+    Megatron-Bridge does. A gated delta-net counts as it is computed, in chunks (`Workload.delta_flops_per_token`).
     Packed documents shorter than the sequence do less attention than this; the formula counts whole sequences,
     so that runs compare. Balance losses, dropped tokens and padding are not counted either.
     """
