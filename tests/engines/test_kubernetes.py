@@ -15,6 +15,7 @@ from argosy.engines.engine import RunJob
 from argosy.engines.kubernetes import Kubernetes
 from argosy.engines.record import LaunchedJob
 from argosy.errors import UserError
+from argosy.processes.secret import secret_of
 
 
 def job(name: str = "mine", run_dir: str = "/shared/runs/mine", **options: Any) -> RunJob:
@@ -124,3 +125,22 @@ def test_a_record_with_what_is_no_name_is_not_given_to_kubectl(name: str, namesp
     place = {} if namespace is None else {"namespace": namespace}
     with pytest.raises(UserError):
         Kubernetes().check_job(LaunchedJob(engine="kubernetes", id=name, submitted_s=0, nodes=1, place=place))
+
+
+KUBECTL = """#!/bin/sh
+[ "$1" = create ] && cat >> made.txt
+echo '{"metadata": {"uid": "1"}, "spec": {"accessModes": ["ReadWriteMany"]}}'
+"""
+
+
+@pytest.mark.parametrize("site", ["oslo", ""])
+def test_the_pods_of_all_sites_have_the_secret_of_the_whole_run(tmp_path, monkeypatch, site):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    home = tmp_path / "runs/two"
+    home.mkdir(parents=True)
+    asked = job("two", str(home / "sites/oslo" if site else home))
+    Kubernetes().start(replace(asked, work_dir=tmp_path, run=asked.run.model_copy(update={"site": site})))
+    assert (secret_of(home).decode() in Path("made.txt").read_text()) == bool(site)  # other pods have one of their own

@@ -78,6 +78,11 @@ class RunJob(Job):
         return f"{self.run.name}-{self.run.site}" if self.run.site else self.run.name
 
     @property
+    def home(self) -> Path:
+        """The folder with the run's secret: for a site or a parameter server that of the whole run."""
+        return self.run_dir.parent.parent if self.run.site else self.run_dir
+
+    @property
     def folder(self) -> Path:
         return self.run_dir / LAUNCH_FOLDER
 

@@ -108,7 +108,7 @@ class Kubernetes(Engine):
         made = jobset(job, place)
         _check_claim(job, place)
         is_given = SECRET_VARIABLE in os.environ or SECRET_FILE_VARIABLE in os.environ
-        secret = secret_of(job.run_dir).decode() if is_given else secrets.token_hex(32)
+        secret = secret_of(job.home).decode() if is_given or job.run.site else secrets.token_hex(32)
         if needs_access(lease_of(job, place)):
             _allow(place)
         uid = json.loads(_ask("create", "-f", "-", "-o", "json", text=json.dumps(made)))["metadata"]["uid"]
