@@ -31,7 +31,7 @@ PRE_TOKENIZERS = {
 }
 """The split of text, and True if a piece that is a token stays whole whatever the merges say -> llama.cpp's name."""
 SPACE = "▁"
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_GENERATION = re.compile(r"(\{%[-+]?\s*)(?:(end)|)generation(?=\s*[-+]?%\})")
 """Marks of answers in chat templates, which llama.cpp does not know."""
 
 
@@ -67,7 +67,8 @@ def add_tokenizer(writer: Any, folder: Path | None, vocab_size: int, eod_id: int
         special.special_token_ids.setdefault("eos", eod_id)
     special.add_special_token.setdefault("bos", False)  # llama.cpp has defaults for some names
     if (template := folder / TEMPLATE).is_file():  # the package reads it only beside a tokenizer_config.json
-        special.chat_template = _GENERATION.sub("", read_at_most(template, MOST_TOKENIZER_BYTES).decode())
+        text = read_at_most(template, MOST_TOKENIZER_BYTES).decode()  # a block of another kind keeps blanks as they are
+        special.chat_template = _GENERATION.sub(lambda m: m[1] + ("endif" if m[2] else "if true"), text)
     special.add_to_gguf(writer, quiet=True)
 
 
