@@ -128,7 +128,8 @@ def test_tools_reach_the_template() -> None:
     [
         (FORGETFUL, TALK, UNSHOWN_ANSWERS),
         ("{% for m in messages %}{{ m['content'][:3] }}{% endfor %}", TALK, UNSHOWN_ANSWERS),
-        (CHATML.replace(MARK, MARK + UNMARK + MARK), TALK, UNSHOWN_ANSWERS),
+        (CHATML.replace(UNMARK, "").replace(MARK, MARK + UNMARK), TALK, UNSHOWN_ANSWERS),
+        (CHATML, [TALK[1], {**TALK[2], "tool_calls": [{"function": {"name": "add"}}]}], UNSHOWN_ANSWERS),
         (MISTRAL, TALK, REFUSED_BY_TEMPLATE),
         ("{{ messages[0].nothing.more }}", TALK, REFUSED_BY_TEMPLATE),
         ("{{ ''.__class__.__mro__ }}", TALK, REFUSED_BY_TEMPLATE),
@@ -139,6 +140,33 @@ def test_what_is_not_found_is_refused(text: str, messages: list[dict[str, Any]],
     with pytest.raises(BadRecord) as bad:
         answers(text, messages)
     assert bad.value.kind == kind
+
+
+PHI_3 = """{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+
+def test_what_ends_the_whole_text_may_follow_the_last_answer_alone() -> None:
+    text, found = answers(PHI_3, TALK)
+    assert [answer.strip() for answer in found] == ["It is 2.<|end|>", "It is 4 — fünf minus 1.<|end|>\n</s>"]
+    cuts = ChatTemplate(PHI_3, SPECIAL, "").conversation(Conversation(TALK), lambda _: True).cuts
+    assert cuts == [text.index("<|end|>\n<|user|>\nAnd") + len("<|end|>\n"), len(text)]
+
+
+def test_a_message_may_be_marked_in_parts() -> None:
+    parts = CHATML.replace("message['content'] + '<|im_end|>' }}" + UNMARK, "message['content'] }}" + UNMARK)
+    parts = parts.replace("{{ '\\n' }}", MARK + "{{ '<|im_end|>' }}" + UNMARK + "{{ '\\n' }}")
+    assert answers(parts, TALK)[1] == ["It is 2.", "<|im_end|>", "It is 4 — fünf minus 1.", "<|im_end|>"]
+    second = [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]]
+    assert answers(parts, second)[1] == ["It is 4 — fünf minus 1.", "<|im_end|>"]
+
+
+def test_reasoning_may_be_left_out_by_the_template() -> None:
+    short = CHATML.replace(
+        "message['content'] + '<|im_end|>'", "message['content'].split('</think>')[-1] + '<|im_end|>'"
+    )
+    said = {"role": "assistant", "content": "<think>1, 2</think>\n\nIt is 2."}
+    assert answers(short, [TALK[1], said])[1] == ["\n\nIt is 2.<|im_end|>"]
 
 
 def test_answers_with_weight_0_are_read_and_not_learned() -> None:

@@ -11,6 +11,7 @@ A template comes with a model from somewhere, so it runs in jinja2's sandbox, se
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ BEGIN_ANSWER, END_ANSWER = "\ufdd0", "\ufdd1"
 """Marks of an answer in rendered text: two of Unicode's noncharacters, which no text has."""
 SOME_ANSWER = "\ufdd2"
 """Stands for an answer where the template is asked how one ends: another noncharacter."""
+END_OF_REASONING = "</think>"
+"""The mark that models write between their reasoning and the answer."""
 TODAY = date(2024, 7, 26)
 """The date that templates see, so that the same data come out on any day: the one that Llama 3.1's falls back to."""
 
@@ -119,20 +122,26 @@ class ChatTemplate:
         text = marked.replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         found = _marked(marked) if self.marks_answers else self._by_prefixes(text, messages, tools, numbers)
-        if len(found) != len(numbers):
+        if len(found) < len(numbers):
             raise BadRecord(
                 UNSHOWN_ANSWERS, f"the chat template marks {len(found)} answers, and there are {len(numbers)}"
             )
-        for number, (begin, end) in zip(numbers, found, strict=True):
-            said = messages[number]["content"].strip()
-            if end <= begin or said not in text[begin:end]:
+        places = [[place] for place in found]
+        if len(found) > len(numbers):  # a message's reasoning, text and calls, or the end of all, are marked apart
+            openings = [self.render(messages[:number], tools, opens_answer=True) for number in numbers]
+            begins = [_same_letters(opening, text) for opening in openings]
+            at = [max(0, bisect_right(begins, begin) - 1) for begin, _ in found]
+            places = [[place for place, i in zip(found, at, strict=True) if i == k] for k in range(len(numbers))]
+        for number, parts in zip(numbers, places, strict=True):
+            if not _is_shown(messages[number], "".join(text[begin:end] for begin, end in parts)):
                 raise BadRecord(
                     UNSHOWN_ANSWERS, f"the chat template does not show where the answer in message {number} is"
                 )
         learned = [
             place
-            for number, place in zip(numbers, found, strict=True)
+            for number, parts in zip(numbers, places, strict=True)
             if number >= conversation.prompt and messages[number].get("weight", 1) != 0
+            for place in parts
         ]
         if not learned:
             raise BadRecord(UNSHOWN_ANSWERS, "no answer is to be learned: each has weight 0")
@@ -145,7 +154,7 @@ class ChatTemplate:
         found = []
         for number in numbers:
             prompt = self.render(messages[:number], tools, opens_answer=True)
-            whole = self.render(messages[: number + 1], tools)
+            whole = self._up_to(number, text, messages, tools)
             if not whole.startswith(prompt) or not text.startswith(whole):
                 raise BadRecord(
                     UNSHOWN_ANSWERS,
@@ -161,8 +170,13 @@ class ChatTemplate:
         return found
 
     def _cuts(self, text: str, messages: list[Message], tools: list[Any] | None, numbers: list[int]) -> list[int]:
-        ends = [self.render(messages[: number + 1], tools) for number in numbers]
+        ends = [self._up_to(number, text, messages, tools) for number in numbers]
         return [len(end) for end in ends if text.startswith(end)]
+
+    def _up_to(self, number: int, text: str, messages: list[Message], tools: list[Any] | None) -> str:
+        """Return the text of the messages up to one, without what ends all text if others follow (Phi-3's)."""
+        whole = self.render(messages[: number + 1], tools)
+        return whole if text.startswith(whole) else whole.removesuffix(self.special.get("eos_token", ""))
 
     def _text(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool = False) -> str:
         import jinja2
@@ -213,6 +227,21 @@ class ChatTemplate:
                 f"{TOKENIZER}). Give {key}: a jinja file, or {' or '.join(BUILT_IN)}."
             )
         return made(text, str(beside / TOKENIZER_CONFIG))
+
+
+def _is_shown(message: Message, shown: str) -> bool:
+    """Return True if a part of the text says what a message does: its calls of tools, and what follows its reasoning,
+    which templates write in their own way or leave out."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function", call) for call in calls if isinstance(call, dict)] if calls else []
+    said = [str(each["name"]) for each in functions if isinstance(each, dict) and "name" in each]
+    said.append(message["content"].rpartition(END_OF_REASONING)[2].strip())
+    return bool(shown) and all(each in shown for each in said)
+
+
+def _same_letters(one: str, other: str) -> int:
+    """Return how many letters two texts begin with that are the same."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _marked(text: str) -> list[tuple[int, int]]:
