@@ -51,6 +51,16 @@ def test_a_run_that_goes_on_has_no_report_of_an_earlier_end(corpus: Path, tmp_pa
         (tmp_path / "report.json").write_text('{"status": "stopped"}')
 
 
+def test_the_report_of_a_finished_run_stays(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else the run's goodput would fall, and its energy rise, with each time that the command is given."""
+    report = tmp_path / "report.json"
+    report.write_text('{"status": "finished"}')
+    monkeypatch.setattr("argosy.launch.joined.report_if_finished", lambda run_dir, run: report)
+    with ExitStack() as held:
+        _, _, generation = _settle(run_config(corpus), tmp_path, World(), False, held)
+    assert generation is None and report.exists()
+
+
 def test_a_parameter_server_is_not_one_of_torchrun_s_processes(tmp_path: Path):
     sites = [{"name": "oslo"}, {"name": "lyon"}]
     run = RunConfig.model_validate({"plan": "auto,sync=async", "site": "server-1", "sites": sites})

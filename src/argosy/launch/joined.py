@@ -17,6 +17,7 @@ from argosy.errors import ArgosyError, UserError
 from argosy.extend.loading import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
+from argosy.launch.local import report_if_finished
 from argosy.launch.resolve import check_profile, resolve
 from argosy.launch.sites import settle_site
 from argosy.observe.collectives import sequence_numbers
@@ -118,12 +119,14 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
     with lasting_output(run_dir / "logs" / f"rank-{world.rank}.log"), ExitStack() as held:
         try:
             run, plan, generation = world.share_first(
-                lambda: _settle(run, run_dir, world, accept_changes, held), tuple[RunConfig, Plan, int]
+                lambda: _settle(run, run_dir, world, accept_changes, held), tuple[RunConfig, Plan, int | None]
             )
         except ArgosyError as error:
             if not world.is_first:
                 sys.exit(error.exit_code)  # rank 0 reports it
             raise
+        if generation is None:
+            return _tell_of_finished(run_dir, run) if is_first else None
         os.environ[fence.GENERATION_VARIABLE] = str(generation)
         if world.is_first:
             events = Events(run_dir, "launcher")
@@ -142,10 +145,17 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
     return report
 
 
+def _tell_of_finished(run_dir: Path, run: RunConfig) -> Report:
+    report, progress = Report.load(run_dir), Progress(enabled=True)
+    progress.say(run_folder.finished_in_words(run_dir, run))
+    progress.say(ending_in_words(run_dir, report))
+    return report
+
+
 def _settle(
     run: RunConfig, run_dir: Path, world: World, accept_changes: bool, held: ExitStack
-) -> tuple[RunConfig, Plan, int]:
-    """Return run, plan and generation; `held` keeps the run's folder locked."""
+) -> tuple[RunConfig, Plan, int | None]:
+    """Return run, plan and generation, which is None if the run is finished. `held` keeps the run's folder locked."""
     check_sinks(run.observe, run.extend)
     held.enter_context(run_folder.locked(run_dir))
     progress = Progress(enabled=True)
@@ -156,6 +166,8 @@ def _settle(
     plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
     check_profile(run, plan)
     run = run_folder.write(run_dir, run, plan, data.folders)
+    if report_if_finished(run_dir, run) is not None:
+        return run, plan, None
     (run_dir / "report.json").unlink(missing_ok=True)  # of a run that was stopped: it goes on
     generation = fence.newest_generation(run_dir) + 1
     fence.begin_generation(run_dir, generation)

@@ -110,7 +110,7 @@ def _train(
             check_profile(run, plan)
             run = run_folder.write(run_dir, run, plan, data.folders)
         progress.close()
-        if (report := _report_if_finished(run_dir, run)) is not None:
+        if (report := report_if_finished(run_dir, run)) is not None:
             progress.say(run_folder.finished_in_words(run_dir, run))
             progress.say(ending_in_words(run_dir, report))
             return report
@@ -141,7 +141,7 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
     run_folder.check_is_run_folder(run_dir)
     check_data(run)
     run = with_known_sizes(run)
-    if _report_if_finished(run_dir, run) is not None:
+    if report_if_finished(run_dir, run) is not None:
         return []
     prepare, would = run.data.prepare, []
     if prepare.input and not (prepare.out / MANIFEST).exists():
@@ -168,7 +168,8 @@ def fork_server(where: RunDisplay, started: ForkServer | None = None) -> Iterato
         yield forks
 
 
-def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
+def report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
+    """Return the report of a run that has made all of its steps; None if there are more to make."""
     if not (run_dir / "report.json").exists() or not committed(run_dir):
         return None
     report = Report.load(run_dir)
