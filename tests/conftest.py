@@ -89,9 +89,11 @@ def workers() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small real corpus, prepared: the sources of a package, 400-token vocabulary."""
+    from shared import made_once
     from tiny import prepare_corpus
 
-    return prepare_corpus(tmp_path_factory.mktemp("corpus") / "prepared")
+    made = made_once(tmp_path_factory, "corpus", lambda folder: prepare_corpus(folder / "prepared"))
+    return made / "prepared"
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +16,7 @@ from argosy.data.prepare import prepare
 from argosy.models import hf
 from commands import Folder
 from matrix import PLANS, Disturbed
+from shared import made_once
 from tiny import decoder
 
 Undisturbed = Callable[..., Disturbed]
@@ -54,24 +52,16 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Undis
     the tests are spread over to need it. Its numbers do not depend on whose corpus it reads.
     """
     known: dict[tuple[str, ...], Disturbed] = {}
-    of_all = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        of_all = of_all.parent  # above what each process has for itself
 
     def run(plan: str = PLANS["replicas"], *options: str) -> Disturbed:
         key = (plan, *options)
         if key not in known:
-            path = of_all / f"undisturbed-{sha256(repr(key).encode()).hexdigest()[:16]}"
-            run = Disturbed(Folder(path, corpus), plan, options=options)
-            with path.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                is_made = path.with_suffix(".made")
-                if not is_made.exists():
-                    shutil.rmtree(path, ignore_errors=True)  # of one that has failed
-                    path.mkdir()
-                    run.run_here().check(None)
-                    is_made.touch()
-            known[key] = run
+            name = f"undisturbed-{sha256(repr(key).encode()).hexdigest()[:16]}"
+
+            def of(path: Path) -> Disturbed:
+                return Disturbed(Folder(path, corpus), plan, options=options)
+
+            known[key] = of(made_once(tmp_path_factory, name, lambda path: of(path).run_here().check(None)))
         return known[key]
 
     return run
