@@ -21,10 +21,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from argosy import cli, faults
+from argosy.engines import local
 from argosy.processes import fork_server
 from argosy.processes.child import CHANNEL, PARENT, STDERR, Channel, Child, ForkEntry, process_state, wait_until
 from argosy.processes.fork_server import STDOUT, WORKER_MODULE, ForkServer
@@ -161,6 +163,26 @@ class _Forked:
         self.send_signal(signal.SIGTERM)
 
 
+class WarmPart(_Forked):
+    """`argosy WORDS` for a part of a run, as `engines.local.spawn` starts it; what it prints can be read here."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]):
+        out, end = os.pipe()
+        server, asked = _Server.of(WORKER_MODULE), _asked(COMMAND, words, Path.cwd(), {**os.environ, **environment})
+        channel, pid = server.fork(asked, end, end)
+        super().__init__(server, pid)
+        channel.close()
+        os.close(end)
+        self.stdout = os.fdopen(out, "rb")
+
+
+def spawn(words: Sequence[str], out: IO[bytes] | int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a part of a run, in place of the `spawn` of `launch.children`."""
+    if words[:3] != [PYTHON, "-m", COMMAND] or out != subprocess.PIPE:
+        return local.spawn(words, out, environment)
+    return cast("subprocess.Popen[bytes]", WarmPart(words[3:], environment))
+
+
 class WarmCommand(_Forked):
     """`argosy WORDS` in a folder, with environment variables: as subprocess.Popen[str] with two pipes."""
 
@@ -221,6 +243,7 @@ def _fork_server_of_this_process() -> tuple[Channel, int]:
         return Channel(ours), pid
     try:
         ours.close()
+        _STARTS.release()  # this is a copy of the thread that holds it
         os.getppid = real_parent
         os.environ |= {CHANNEL: str(theirs.detach()), PARENT: str(parent)}
         sys.argv = [fork_server.__name__, WORKER_MODULE]
@@ -277,6 +300,8 @@ def become() -> None:
 
 
 def _be_a_command() -> None:
+    if "PYTHONUNBUFFERED" in os.environ:
+        cast("TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a Python that was started
     _SERVERS.clear()
     _Server.is_in_command = True

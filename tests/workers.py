@@ -20,11 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from argosy.engines import local
+from argosy.launch import children
 from argosy.observe import clock
 from argosy.parallel.world import World, leave_world
 from argosy.processes import fork_server
 from argosy.supervise import coordinator_client
-from warm import WarmChild, fork_writers
+from warm import WarmChild, fork_writers, spawn
 
 POOL_SIZE = 8
 STARTED_AT_ONCE = 4
@@ -104,6 +105,7 @@ def make_the_tests_process_light() -> None:
     clock.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
     for module in (local, fork_server, coordinator_client):
         module.Child = WarmChild  # type: ignore[attr-defined]
+    children.spawn = spawn  # type: ignore[attr-defined, assignment]
 
 
 def next_world(world: World, store: Path, size: int | None = None) -> World:
