@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import selectors
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.distributed import DistError, FileStore, TCPStore
 
 from argosy.errors import RunFailed
 from argosy.parallel import world
-from argosy.processes.child import ChannelClosed, ForkEntry, channel_to_parent
+from argosy.processes.child import ChannelClosed, ForkEntry
 from argosy.processes.fork_server import STORE_HOST, ForkServer
 from argosy.supervise import generation_store
 from argosy.supervise.coordinator_client import IPV6_INTERFACES, _interface_of
 from argosy.supervise.generation_store import STORE, GenerationStore, store_file
+from supervise import store_processes
 
 
 def alone() -> GenerationStore:
@@ -65,19 +63,6 @@ def test_a_store_that_nobody_opened_yet_can_be_closed_and_closed_again(tmp_path)
         FileStore(str(path), -1)
 
 
-def stop_the_first_time() -> None:
-    """ForkEntry, in place of the store's process: the host is a file, which the first one leaves before it stops."""
-    asker, flag = channel_to_parent(), Path(os.environ[STORE_HOST])
-    if not flag.exists():
-        flag.touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    asker.send("store", port=7)
-
-
-def die() -> None:
-    """ForkEntry, in place of the store's process."""
-
-
 @pytest.fixture
 def forks() -> Iterator[ForkServer]:
     with closing(ForkServer("colorsys")) as forks:
@@ -98,7 +83,7 @@ def keep_until_open(store: GenerationStore, forks: ForkServer, selector: selecto
 
 
 def test_a_process_that_stands_still_before_its_store_is_open_is_replaced(tmp_path, forks, monkeypatch):
-    monkeypatch.setattr(generation_store, "RENDEZVOUS", ForkEntry.of(stop_the_first_time))
+    monkeypatch.setattr(generation_store, "RENDEZVOUS", ForkEntry.of(store_processes.stop_the_first_time))
     opened: list[tuple[int, int]] = []
     store = GenerationStore(lambda *of: opened.append(of), 60, 1)
     with selectors.DefaultSelector() as selector:
@@ -109,7 +94,7 @@ def test_a_process_that_stands_still_before_its_store_is_open_is_replaced(tmp_pa
 
 
 def test_a_store_that_cannot_be_opened_ends_the_run(forks, monkeypatch):
-    monkeypatch.setattr(generation_store, "RENDEZVOUS", ForkEntry.of(die))
+    monkeypatch.setattr(generation_store, "RENDEZVOUS", ForkEntry.of(store_processes.die))
     store = GenerationStore(lambda *_: None, 60, 1)
     with selectors.DefaultSelector() as selector:
         store.open(1, "10.0.0.1", forks, selector)
