@@ -124,6 +124,18 @@ def test_tools_reach_the_template() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "shown"),
+    [("message.tool_calls[0].function | tojson", '{"name": "add", "arguments": {"a": 1}}'),
+     ("'add ' + message.tool_calls[0].function.arguments", 'add {"a":1}')],
+)  # fmt: skip
+def test_arguments_of_calls_may_be_json_as_in_openais_api(said: str, shown: str) -> None:
+    text = CHATML.replace("message['content'] + '<|im_end|>'", f"({said})")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a":1}'}}]}
+    (answer,) = answers(text, [call])[1]
+    assert answer.strip() == shown
+
+
+@pytest.mark.parametrize(
     ("text", "messages", "kind"),
     [
         (FORGETFUL, TALK, UNSHOWN_ANSWERS),

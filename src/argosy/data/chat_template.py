@@ -179,6 +179,13 @@ class ChatTemplate:
         return whole if text.startswith(whole) else whole.removesuffix(self.special.get("eos_token", ""))
 
     def _text(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool = False) -> str:
+        parsed = [_with_parsed_calls(message) for message in messages]
+        if parsed != messages:
+            with suppress(BadRecord):  # DeepSeek's asks for text
+                return self._rendered(parsed, tools, opens_answer)
+        return self._rendered(messages, tools, opens_answer)
+
+    def _rendered(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool) -> str:
         import jinja2
 
         try:
@@ -227,6 +234,24 @@ class ChatTemplate:
                 f"{TOKENIZER}). Give {key}: a jinja file, or {' or '.join(BUILT_IN)}."
             )
         return made(text, str(beside / TOKENIZER_CONFIG))
+
+
+def _with_parsed_calls(message: Message) -> Message:
+    """Return a message whose calls have objects as arguments: OpenAI's API has their JSON, which most templates would
+    write as JSON again."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _is_shown(message: Message, shown: str) -> bool:
