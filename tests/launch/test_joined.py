@@ -53,12 +53,14 @@ def test_a_run_that_goes_on_has_no_report_of_an_earlier_end(corpus: Path, tmp_pa
 
 def test_the_report_of_a_finished_run_stays(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Else the run's goodput would fall, and its energy rise, with each time that the command is given."""
-    report = tmp_path / "report.json"
-    report.write_text('{"status": "finished"}')
-    monkeypatch.setattr("argosy.launch.joined.report_if_finished", lambda run_dir, run: report)
-    with ExitStack() as held:
-        _, _, generation = _settle(run_config(corpus), tmp_path, World(), False, held)
-    assert generation is None and report.exists()
+    generations, report = [], tmp_path / "report.json"
+    for finished in (None, report):
+        monkeypatch.setattr("argosy.launch.joined.report_if_finished", lambda *_, found=finished: found)
+        with ExitStack() as held:
+            generations.append(_settle(run_config(corpus), tmp_path, World(), False, held)[-1])
+        assert report.exists() == bool(finished)
+        report.write_text('{"status": "finished"}')
+    assert generations == [1, None]
 
 
 def test_a_parameter_server_is_not_one_of_torchrun_s_processes(tmp_path: Path):
