@@ -33,7 +33,7 @@ from argosy.plan.plan import Plan
 from tiny import MODEL, decoder, eager, losses, made_step, run_config, train_in, train_step, whole_parameters
 from workers import WorkerPool
 
-STEPS, LR, EPS = 10, 2e-3, 1e-5
+STEPS, LR, EPS = 5, 2e-3, 1e-5
 TEMPORARY = TemporaryDirectory()
 ROWS = np.random.default_rng(0).integers(1, 400, (8, 33)).astype(np.int32)
 EXPERTS = {"family": "mixtral", "ffn_width": 16, "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}
@@ -258,14 +258,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tm
         corpus,
         model={**MODEL, **beside},
         lora={"rank": 4, "kind": "dora", "dropout": 0.1},
-        checkpoint={"every_steps": 4},
+        train={"steps": 4},
+        checkpoint={"every_steps": 2},
     )
     whole, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "whole")
     workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped", 3)
     again, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped")
     assert losses(again) == losses(whole)
     files = [
-        {path.name: path.read_bytes() for path in (tmp_path / kind).glob("checkpoints/step-*8/rank-*.safetensors")}
+        {path.name: path.read_bytes() for path in (tmp_path / kind).glob("checkpoints/step-*4/rank-*.safetensors")}
         for kind in ("whole", "stopped")
     ]
     assert files[0] == files[1]
@@ -288,7 +289,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tm
     first, second = (open_checkpoint(tmp_path / name).model().state_dict() for name in ("merged", "again"))
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-6)
-    assert [(a.run_dir.name, a.lora.rank, a.step) for a in adapters_in(tmp_path)] == [("again", 4, 0), ("whole", 4, 8)]
+    assert [(a.run_dir.name, a.lora.rank, a.step) for a in adapters_in(tmp_path)] == [("again", 4, 0), ("whole", 4, 4)]
     with pytest.raises(UserError, match="has no adapter"):
         merge_checkpoint(tmp_path / "merged", tmp_path / "twice")
 
@@ -334,13 +335,13 @@ def test_quantised_weights_are_read_anew_and_merges_have_the_first(
 ) -> None:
     model = decoder()
     hf.export_folder(model.config, model.state_dict(), tmp_path / "hf", dtype=torch.bfloat16)
-    keys = {"model": {**MODEL, "weights": tmp_path / "hf"}, "checkpoint": {"every_steps": 4}}
+    keys = {"model": {**MODEL, "weights": tmp_path / "hf"}, "train": {"steps": 4}, "checkpoint": {"every_steps": 2}}
     run, plan = run_config(corpus, **keys, lora={"rank": 4, "base": "nf4"}), eager("dp_shard=2,zero=3,precision=bf16")
     whole, *_ = workers.run(2, train_in, run, plan, tmp_path / "whole")
-    workers.run(2, train_in, run, plan, tmp_path / "run", 5)
+    workers.run(2, train_in, run, plan, tmp_path / "run", 3)
     again, *_ = workers.run(2, train_in, run, plan, tmp_path / "run")
     assert losses(again) == losses(whole)
-    files = list((tmp_path / "run").glob("checkpoints/step-*8/rank-*.safetensors"))
+    files = list((tmp_path / "run").glob("checkpoints/step-*4/rank-*.safetensors"))
     assert files and not any(b"attention.q.weight" in file.read_bytes() for file in files)
 
     save_run(run, tmp_path / "run" / "run.toml")

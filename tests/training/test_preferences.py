@@ -46,7 +46,7 @@ from tiny import (
 )
 from workers import WorkerPool
 
-STEPS, LR, BATCH = 10, 1e-2, 4
+STEPS, LR, BATCH = 5, 1e-2, 4
 LR_OF = {"reward": 1e-3}
 """Scores of noise differ much from step to step, and rounding grows with them."""
 EXPERTS = {"family": "mixtral", "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}
@@ -180,7 +180,7 @@ def check(ranks: Sequence[list[float]], said: list[float]) -> None:
         for row in itertools.product(OBJECTIVES, PLANS)
     ],
 )
-def test_ten_steps_are_those_of_the_published_loss(workers: WorkerPool, objective: str, plan: str) -> None:
+def test_steps_are_those_of_the_published_loss(workers: WorkerPool, objective: str, plan: str) -> None:
     said = plain(objective)
     known = known_of(objective == "kto", objective == "reward")
     check(workers.run(eager(plan).world_size, trained, plan, objective, {}, known), said)
@@ -244,8 +244,8 @@ def test_a_reward_model_begins_with_a_base_and_goes_to_transformers(workers: Wor
     workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped", 3)
     again, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped")
     assert losses(again) == losses(whole)
-    cut, *_ = workers.run(2, train_in, run, eager("tp=2"), tmp_path / "cut")
-    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
+    cut, *_ = workers.run(2, train_in, run, eager("tp=2"), tmp_path / "cut", 4)
+    assert losses(cut) == pytest.approx(losses(whole)[:4], rel=1e-4)
     scored = [(r["validation_loss"], r["validation_accuracy"]) for r in whole if "validation_loss" in r]
     assert scored[-1][0] < scored[0][0] and scored[-1][1] > 0.9
 

@@ -23,7 +23,7 @@ from chats import SEQ_LEN, conversations, rows_of
 from tiny import decoder, eager, losses, made_step, plain_adamw, prepare_chats, run_config, train_in, train_step
 from workers import WorkerPool
 
-STEPS, LR, BATCH = 10, 1e-2, 8
+STEPS, LR, BATCH = 5, 1e-2, 8
 UNITS = conversations(180)
 ROWS = rows_of(UNITS)[: STEPS * BATCH]
 EXPERTS = {"family": "mixtral", "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}

@@ -1,4 +1,4 @@
-"""Ten steps of each objective are those of TRL's trainer, from the same weights and on the same tokens."""
+"""Steps of each objective are those of TRL's trainer, from the same weights and on the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chats import SEQ_LEN, VOCABULARY, reference_of, rows_of
 from tiny import decoder, eager, made_step, train_step
 from workers import WorkerPool
 
-STEPS, LR, EPS, BATCH = 10, 2e-3, 1e-6, 4
+STEPS, LR, EPS, BATCH = 5, 2e-3, 1e-6, 4
 """BATCH: rows a step, each with a pair, a judged answer and one to another prompt, or two conversations."""
 EXPERTS = {"family": "mixtral", "ffn_width": 16, "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}
 KINDS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS}
@@ -136,7 +136,7 @@ def is_quick(objective: str, plan: str) -> bool:
         for row in itertools.product(OBJECTIVES, ["", "cp=2", "tp=2", "pp=2,microbatch=2", "dp_shard=2,zero=3"])
     ],
 )
-def test_ten_steps_are_those_of_trl(workers: WorkerPool, objective: str, plan: str) -> None:
+def test_steps_are_those_of_trl(workers: WorkerPool, objective: str, plan: str) -> None:
     said = theirs(objective, "dense")
     for found in workers.run(eager(plan).world_size, ours, plan, objective, "dense"):
         assert found[::2] == pytest.approx(said[::2], rel=1e-5)
