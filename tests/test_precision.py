@@ -382,14 +382,16 @@ EXPERTS = SPLIT | {"moe": {"experts": 4, "experts_per_token": 2, "expert_ffn_wid
 ROWS = np.sort(np.random.default_rng(0).integers(0, 400, (4, 33)).astype(np.int32), axis=1)
 
 
-def emulated(world: World, precision: str, model: dict[str, Any] = SPLIT) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of ten steps in emulated fp8, split over the ranks, and the gradients of the first."""
+def emulated(
+    world: World, precision: str, model: dict[str, Any] = SPLIT, steps: int = 10
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of steps in emulated fp8, split over the ranks, and the gradients of the first."""
     step = emulated_step(world, f"tp={world.size},precision={precision}", model)
     batch = list(microbatches(ROWS, 2, 0, CPU))
     step.forward_backward(batch)
     first = gradients(step.state.model)
     step.state.model.zero_gradients()
-    return [made_step(step, batch, 0.2 / model["width"])[0] for _ in range(10)], first
+    return [made_step(step, batch, 0.2 / model["width"])[0] for _ in range(steps)], first
 
 
 def emulated_step(world: World, plan: str, model: dict[str, Any]) -> Step:
@@ -405,7 +407,7 @@ def emulated_step(world: World, plan: str, model: dict[str, Any]) -> Step:
 def test_layers_split_over_ranks_round_as_whole_ones_do(workers, precision, model):
     if precision != "fp8_blockwise":
         pytest.importorskip("torchao", reason="the extra fp8 is not installed")
-    ((_, exact),) = workers.run(1, emulated, "fp32", model)
+    ((_, exact),) = workers.run(1, emulated, "fp32", model, 0)
     ((whole_losses, whole),) = workers.run(1, emulated, precision, model)
     split_losses, split = workers.run(2, emulated, precision, model)[0]
     assert whole_losses[-1] < 0.7 * whole_losses[0]

@@ -27,10 +27,16 @@ MESHES = (
 )
 
 
-def trained(world: World, corpus: Path, run_dir: Path, plan: str, stop_after: int | None = None) -> list[float]:
-    checkpoint = {"every_steps": 4, "every_minutes": 0}
-    run = run_config(corpus, sync=SMALL, checkpoint=checkpoint, evaluate={"every_steps": 0})
+def trained(
+    world: World, corpus: Path, run_dir: Path, plan: str, stop_after: int | None = None, steps: int = 5
+) -> list[float]:
+    run = run_config(corpus, sync=SMALL, train={"steps": steps}, evaluate={"every_steps": 0})
     return losses(train_in(world, run, eager(plan), run_dir, stop_after))
+
+
+def two_steps(world: World, corpus: Path, run_dir: Path, plan: str) -> list[float]:
+    """Leave a checkpoint with residuals."""
+    return trained(world, corpus, run_dir, plan, steps=2)
 
 
 def words_and_meshes(words: Sequence[str], meshes: int, quick: set[tuple[str, int]]) -> list[Any]:
@@ -79,7 +85,7 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(workers, co
     plan = mesh.format(word)
     size = eager(plan).world_size
     whole = workers.run(size, trained, corpus, tmp_path / "whole", plan)[0]
-    workers.run(size, trained, corpus, tmp_path / "cut", plan, 5)
+    workers.run(size, trained, corpus, tmp_path / "cut", plan, 3)
     assert workers.run(size, trained, corpus, tmp_path / "cut", plan)[0] == whole
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -103,7 +109,7 @@ def residuals(world: World, corpus: Path, run_dir: Path, plan: str) -> dict[str,
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_residuals_move_to_other_numbers_of_replicas_and_add_up_to_the_same(workers, corpus, tmp_path, before, after):
-    workers.run(before, trained, corpus, tmp_path, f"dp_replicate={before},sync=int4")
+    workers.run(before, two_steps, corpus, tmp_path, f"dp_replicate={before},sync=int4")
     totals = []
     for size in (before, after):
         found = workers.run(size, residuals, corpus, tmp_path, f"dp_replicate={size},sync=int4")
@@ -117,14 +123,14 @@ def test_residuals_move_to_other_numbers_of_replicas_and_add_up_to_the_same(work
 @pytest.mark.parametrize("mesh", MESHES[-1:])
 def test_in_tiers_a_group_of_replicas_has_one_residual_a_part_on_each(workers, corpus, tmp_path, mesh):
     """It is read as that of a replica where each has its own, and the other way round."""
-    workers.run(4, trained, corpus, tmp_path, mesh.format("int4"))
+    workers.run(4, two_steps, corpus, tmp_path, mesh.format("int4"))
     parts = workers.run(4, residuals, corpus, tmp_path, mesh.format("int4"))
     whole = workers.run(2, residuals, corpus, tmp_path, "dp_replicate=2,sync=int4")
     assert whole[0]
     for name, found in whole[1].items():
         assert torch.equal(torch.cat([parts[2][name], parts[3][name]]), found), name
         assert found.any(), name
-    workers.run(2, trained, corpus, tmp_path / "at once", "dp_replicate=2,sync=int4")
+    workers.run(2, two_steps, corpus, tmp_path / "at once", "dp_replicate=2,sync=int4")
     whole = workers.run(2, residuals, corpus, tmp_path / "at once", "dp_replicate=2,sync=int4")
     parts = workers.run(4, residuals, corpus, tmp_path / "at once", mesh.format("int4"))
     for name, found in whole[0].items():
@@ -132,7 +138,7 @@ def test_in_tiers_a_group_of_replicas_has_one_residual_a_part_on_each(workers, c
 
 
 def test_residuals_move_to_other_cuts(workers, corpus, tmp_path):
-    workers.run(2, trained, corpus, tmp_path, "dp_replicate=2,sync=int4")
+    workers.run(2, two_steps, corpus, tmp_path, "dp_replicate=2,sync=int4")
     whole = workers.run(2, residuals, corpus, tmp_path, "dp_replicate=2,sync=int4")
     cut = workers.run(4, residuals, corpus, tmp_path, "dp_replicate=2,dp_shard=2,zero=2,sync=int4")
     for name, found in whole[1].items():

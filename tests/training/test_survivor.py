@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,26 @@ def broken_off(world: World, run: RunConfig, folder: Path, fault: str, unsaved_s
     return Metrics(folder).read()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(workers, tmp_path_factory) -> Callable[[RunConfig, str], list[dict[str, Any]]]:
+    """Run and plan -> the records of that run if nothing disturbs it, trained when they are first asked for."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def records(run: RunConfig, plan: str) -> list[dict[str, Any]]:
+        key = f"{plan} {run.model_dump_json()}"
+        if key not in known:
+            layout, folder = eager(plan), tmp_path_factory.mktemp("undisturbed")
+            known[key] = workers.run(layout.world_size, train_in, run, layout, folder)[0]
+        return known[key]
+
+    return records
+
+
 @pytest.mark.parametrize("fault", ["raise@evaluate:step=4", "raise@snapshot:step=4"])
-def test_an_evaluation_or_a_save_that_was_interrupted_is_run_again(workers, corpus, tmp_path, fault):
+def test_an_evaluation_or_a_save_that_was_interrupted_is_run_again(workers, corpus, tmp_path, undisturbed, fault):
     run = run_config(corpus, checkpoint={"every_steps": 4, "background": False})
     records = workers.run(2, broken_off, run, tmp_path / "run", fault, 0.0)[0]
-    expected = workers.run(2, train_in, run, eager("dp_replicate=2"), tmp_path / "undisturbed")[0]
+    expected = undisturbed(run, "dp_replicate=2")
     for key in ("step", "loss", "grad_norm", "validation_loss", "first_sample"):
         assert sorted(column(records, key)) == sorted(column(expected, key)), key
     assert read_ledger(records).problems == ()
@@ -133,10 +149,10 @@ def broken_in_update(world: World, run: RunConfig, plan: str, folder: Path, amid
 
 
 @pytest.mark.parametrize(("amid", "step"), [("prepare", 5), ("apply", 6)])
-def test_a_death_in_an_update_that_takes_other_ranks_loses_no_step(workers, corpus, tmp_path, amid, step):
+def test_a_death_in_an_update_that_takes_other_ranks_loses_no_step(workers, corpus, tmp_path, undisturbed, amid, step):
     run = run_config(corpus, optimizer={"kind": "muon"}, train={"global_batch": 6}, evaluate={"every_steps": 0})
     records = workers.run(3, broken_in_update, run, "dp_replicate=3", tmp_path / "run", amid)[0]
-    expected = workers.run(3, train_in, run, eager("dp_replicate=3"), tmp_path / "undisturbed")[0]
+    expected = undisturbed(run, "dp_replicate=3")
     for key in ("step", "tokens", "loss", "grad_norm"):
         assert column(records, key) == column(expected, key), key
     (event,) = [e for e in read_lines(tmp_path / "run" / "events" / "rank-0.jsonl") if e["event"] == "recovered"]

@@ -116,9 +116,9 @@ def test_without_own_gradients_the_part_is_the_first_microbatch_of_all_ranks(
     ],
 )
 def test_the_gradient_that_is_computed_once_more_changes_nothing(workers, corpus, tmp_path, plan, model):
-    laid_out = eager(plan)
-    plain = workers.run(2, train_in, run_config(corpus, model=model), laid_out, tmp_path / "plain")[0]
-    noise = workers.run(2, train_in, noisy(corpus, model=model), laid_out, tmp_path / "noisy")[0]
+    laid_out, sections = eager(plan), {"model": model, "train": {"steps": 4}}
+    plain = workers.run(2, train_in, run_config(corpus, **sections), laid_out, tmp_path / "plain")[0]
+    noise = workers.run(2, train_in, noisy(corpus, **sections), laid_out, tmp_path / "noisy")[0]
     assert losses(plain) == losses(noise)
     assert [record.get("experts") for record in plain] == [record.get("experts") for record in noise]
 
