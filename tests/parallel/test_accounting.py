@@ -175,7 +175,6 @@ QUICK = {
     ("dense", "dp_replicate=2,dp_shard=2,zero=3,sync=int8", "adamw"),
     ("dense", "dp_replicate=4,sum_inside=2,sync=int8", "adamw"),
     ("dense", "dp_shard=4,zero=1", "adamw"),
-    ("dense", "dp_shard=4,zero=3", "adamw"),
     ("dense", "tp=2,microbatch=2", "adamw"),
     ("dense", "pp=2", "adamw"),
     ("dense", "cp=2,zero=0,microbatch=4", "adamw"),

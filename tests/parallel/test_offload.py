@@ -71,7 +71,8 @@ def test_gradients_are_bit_for_bit_those_without(
 @pytest.mark.parametrize(
     ("recompute", "backend", "before"),
     [
-        ("none", "inductor", True),
+        ("none", "aot_eager_decomp_partition", True),  # inductor's, but for the kernels
+        pytest.param("none", "inductor", True, marks=pytest.mark.slow),
         pytest.param("none", "inductor", False, marks=pytest.mark.slow),
         ("full", "aot_eager", True),
         pytest.param("full", "aot_eager", False, marks=pytest.mark.slow),

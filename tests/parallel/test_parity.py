@@ -122,11 +122,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 QUICK = [
     ("llama", "dp_shard=2,zero=1,microbatch=2"),
-    ("llama", "dp_shard=2,zero=3"),
-    ("llama", "cp=2,microbatch=4"),
-    ("biased", "tp=2,microbatch=4"),
     ("qwen3", "pp=2,microbatch=2"),
-    ("llama", "pp=2,schedule=interleaved_1f1b,microbatch=2"),
     ("llama", "dp_replicate=2,dp_shard=2,microbatch=2"),
     ("llama", "dp_replicate=4,sum_inside=2"),
     ("mixtral", "dp_shard=2,ep=2,recompute=selective,microbatch=4"),
@@ -157,6 +153,10 @@ SLOW = [
     *(row for row in LAYERS_THAT_DIFFER if row not in QUICK),
     # One axis.
     ("llama", "dp_replicate=2"),
+    ("llama", "dp_shard=2,zero=3"),
+    ("llama", "cp=2,microbatch=4"),
+    ("biased", "tp=2,microbatch=4"),
+    ("llama", "pp=2,schedule=interleaved_1f1b,microbatch=2"),
     ("llama", "tp=4,microbatch=4"),
     ("llama", "microbatch=2"),
     ("llama", "dp_replicate=4,microbatch=2"),

@@ -16,24 +16,21 @@ from argosy.parallel.pieces import clip, square_share, unscale
 from argosy.parallel.world import World
 from tiny import decoder, eager, laid_out
 
-MODEL = {"vocab_size": 403, "layers": 4, "qk_norm": True, "family": "qwen3", "attention_bias": True}
-TIED = MODEL | {"tie_embeddings": True}
+MODEL = {"vocab_size": 403, "qk_norm": True, "family": "qwen3", "attention_bias": True}
+DEEP = MODEL | {"layers": 4}
+"""For pipelines of two ranks with two stages each."""
+TIED = DEEP | {"tie_embeddings": True}
 PLANS = [
     "",
-    "dp_replicate=4",
-    "dp_shard=4,zero=0",
     "dp_shard=4,zero=1",
     "dp_shard=4",
-    "dp_replicate=2,dp_shard=2,zero=2",
     "dp_replicate=2,dp_shard=2",
-    "tp=4",
     "tp=2,dp_shard=2,zero=1",
     "tp=2,dp_shard=2",
     "tp=2,cp=2",
-    "pp=2,tp=2",
-    "pp=2,dp_shard=2,zero=1",
-    "pp=2,dp_shard=2,schedule=zbv",
 ]
+SLOW = ["dp_replicate=4", "dp_shard=4,zero=0", "dp_replicate=2,dp_shard=2,zero=2", "tp=4"]
+PIPELINES = ["pp=2,tp=2", "pp=2,dp_shard=2,zero=1", "pp=2,dp_shard=2,schedule=zbv"]
 
 
 def holdings(world: World, plan: str, model: dict) -> dict[str, tuple[np.ndarray, int, bool, bool, bool]]:
@@ -58,7 +55,10 @@ def holdings(world: World, plan: str, model: dict) -> dict[str, tuple[np.ndarray
     [
         *((plan, MODEL) for plan in PLANS),
         # What is tied is on several ranks of a pipeline alone.
-        *(pytest.param(plan, TIED, marks=() if "pp" in plan else pytest.mark.slow) for plan in PLANS),
+        *((plan, TIED) for plan in PIPELINES),
+        *(pytest.param(plan, MODEL, marks=pytest.mark.slow) for plan in SLOW),
+        *(pytest.param(plan, DEEP, marks=pytest.mark.slow) for plan in PIPELINES),
+        *(pytest.param(plan, TIED, marks=pytest.mark.slow) for plan in (*PLANS, *SLOW)),
     ],
     ids=lambda value: value if isinstance(value, str) else "tied" if value is TIED else "untied",
 )
@@ -125,7 +125,16 @@ def clipped(world: World, plan: str, model: dict) -> list[tuple[float, dict[str,
     return found
 
 
-@pytest.mark.parametrize("plan", ["", "dp_shard=4", "tp=2,dp_shard=2,zero=1", "pp=2,tp=2", "dp_shard=2,zero=0,pp=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "",
+        "dp_shard=4",
+        "tp=2,dp_shard=2,zero=1",
+        pytest.param("pp=2,tp=2", marks=pytest.mark.slow),
+        "dp_shard=2,zero=0,pp=2",
+    ],
+)
 def test_clipping_is_that_of_torch_on_the_whole_model(workers, plan):
     """Each parameter counts once, the embedding that both ends of a pipeline hold and what all replicas hold too."""
     reference, found = decoder(**TIED), workers.run(eager(plan).world_size, clipped, plan, TIED)

@@ -46,17 +46,14 @@ def reference(request: pytest.FixtureRequest) -> tuple[dict, float, dict[str, Te
     return request.param, loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-TIED_IN_BRIEF = ["1f1b", "zbv"]
-"""The two ends of the pipeline are on two ranks, or, in a V, on one."""
-
-
 @pytest.mark.parametrize("pp", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     ("reference", "schedule"),
     [
         *(pytest.param(UNTIED, name, id=f"untied-{name}") for name in SCHEDULES),
         *(
-            pytest.param(TIED, name, id=f"tied-{name}", marks=() if name in TIED_IN_BRIEF else pytest.mark.slow)
+            # The two ends of the pipeline are on two ranks, as in test_parity, or, in a V, on one.
+            pytest.param(TIED, name, id=f"tied-{name}", marks=() if name == "zbv" else pytest.mark.slow)
             for name in SCHEDULES
         ),
     ],

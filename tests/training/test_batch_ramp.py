@@ -54,7 +54,7 @@ def test_the_samples_of_a_ramp_are_those_of_a_run_without_in_the_same_order(corp
     assert rows == [row for step in range(8) for half in halves for row in half.read(step).tolist()]
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "pp=2"])
+@pytest.mark.parametrize("plan", [pytest.param("dp_replicate=2", marks=pytest.mark.slow), "dp_shard=2,zero=3", "pp=2"])
 def test_every_plan_gives_the_losses_of_one_process(workers, corpus, reference, tmp_path, plan):
     laid_out = eager(f"{plan},microbatch=1")
     check_plan(laid_out, ramped(corpus), 2)

@@ -269,7 +269,7 @@ def lose(world: World, store: Path, plan: str, lost: Sequence[int], model: dict[
     ("plan", "lost", "model"),
     [
         ("dp_replicate=2", (1,), {}),
-        ("dp_replicate=2", (0,), {"tie_embeddings": True}),
+        pytest.param("dp_replicate=2", (0,), {"tie_embeddings": True}, marks=pytest.mark.slow),
         pytest.param("dp_replicate=2,dp_shard=2", (1, 2), {}, marks=pytest.mark.slow),
         pytest.param("dp_replicate=2,dp_shard=2,zero=1", (3,), {}, marks=pytest.mark.slow),
         pytest.param("dp_replicate=2,tp=2", (0,), {}, marks=pytest.mark.slow),
@@ -378,7 +378,8 @@ def fall_back(world: World, folder: Path, plan: str, nodes_lost: str, damaged: s
     ("plan", "nodes_lost", "damaged", "step"),
     [
         pytest.param("dp_shard=2", "", "", 4, marks=pytest.mark.slow),
-        ("dp_shard=2", "y", "", 4),  # its own file is lost with its node; the other node has one
+        # Its own file is lost with its node; the other node has one.
+        pytest.param("dp_shard=2", "y", "", 4, marks=pytest.mark.slow),
         ("pp=2", "y", "", 4),
         pytest.param(
             "tp=2", "", "x", 4, marks=pytest.mark.slow

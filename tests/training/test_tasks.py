@@ -27,6 +27,8 @@ from tokenizers_with_marks import begun_tokenizer
 SEQ_LEN = 64
 BITS = "  - metric: bits_per_byte\n  - metric: word_perplexity\ndoc_to_target: question\n"
 PLANS = ["microbatch=2", "tp=2", "pp=2,microbatch=2", "cp=2", "dp_shard=2,zero=3", "cp=2,tp=2"]
+PLANS_OF_TASKS = ["microbatch=2", "pp=2,microbatch=2", "cp=2,tp=2"]
+"""With a whole task; with requests all are."""
 
 
 @pytest.fixture
@@ -68,7 +70,9 @@ def log_probability(model: torch.nn.Module, context: list[int], continuation: li
     return float(log_p.gather(1, torch.tensor(continuation)[:, None]).sum())
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in PLANS_OF_TASKS else pytest.mark.slow) for plan in PLANS]
+)
 def test_a_task_scores_the_same_under_every_plan(workers, corpus, choices, plan):
     for found in workers.run(eager(plan).world_size, scored, plan, [str(choices)], corpus):
         assert found["choices"]["acc"] == pytest.approx(expected(corpus))
