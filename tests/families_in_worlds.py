@@ -52,9 +52,9 @@ Measured = dict[str, Any]
 """What one rank found: "logits" of its rows by their first row, "gradients" by name, "losses" of the steps."""
 
 
-def rows_of(vocab_size: int) -> np.ndarray:
-    """Return the rows of all steps, int32 [STEPS, ROWS, SEQ_LEN + 1]."""
-    rows = np.random.default_rng(1).integers(3, vocab_size, (STEPS, ROWS, SEQ_LEN + 1), dtype=np.int32)
+def rows_of(vocab_size: int, steps: int) -> np.ndarray:
+    """Return the rows of all steps, int32 [steps, ROWS, SEQ_LEN + 1]."""
+    rows = np.random.default_rng(1).integers(3, vocab_size, (steps, ROWS, SEQ_LEN + 1), dtype=np.int32)
     rows[:, :, [0, DOCUMENTS[0], DOCUMENTS[0] + DOCUMENTS[1]]] = END_OF_DOCUMENT
     return rows
 
@@ -78,22 +78,22 @@ def plans_of(config: ModelConfig) -> dict[str, str]:
     return {name: plan for name, plan in PLANS.items() if first_problem(eager(plan), run_of(config)) is None}
 
 
-def under_plans(world: World, folder: Path, plans: Mapping[str, str]) -> dict[str, Measured]:
+def under_plans(world: World, folder: Path, plans: Mapping[str, str], steps: int = STEPS) -> dict[str, Measured]:
     """Run the model in `folder` under each plan, as one rank of `world`."""
-    return {name: under_plan(world, folder, eager(plan)) for name, plan in plans.items()}
+    return {name: under_plan(world, folder, eager(plan), steps) for name, plan in plans.items()}
 
 
-def under_plan(world: World, folder: Path, plan: Plan) -> Measured:
+def under_plan(world: World, folder: Path, plan: Plan, steps: int = STEPS) -> Measured:
     """Run the model in `folder` under one plan."""
     config, weights = hf.import_folder(folder)
-    run, rows, parts = run_of(config), rows_of(config.vocab_size), list[Decoder]()
+    run, rows, parts = run_of(config), rows_of(config.vocab_size, steps), list[Decoder]()
     model = apply(plan, run, world, materialize=partial(_load, weights, parts))
     mine = plan.rows_of(model.dp_rank, ROWS)
     whole = microbatches(rows[0, mine], mine.stop - mine.start, END_OF_DOCUMENT, world.device)[0]
     logits = logits_of(parts, plan, model.meshes, whole)
     step = Step(run, TrainState.begin(model, plan, run), world, StepClock(world.device))
     losses, first = [], {}
-    for i in range(STEPS):
+    for i in range(steps):
         batch = microbatches(rows[i, mine], plan.microbatch, END_OF_DOCUMENT, world.device)
         outcome = step.exchange(step.forward_backward(batch))
         first = first or gradients(model)
@@ -153,12 +153,12 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 # transformers
 
 
-def by_transformers(model: Any, as_ours: Callable[[Any], Mapping[str, Tensor]]) -> Measured:
+def by_transformers(model: Any, as_ours: Callable[[Any], Mapping[str, Tensor]], steps: int = STEPS) -> Measured:
     """Return the same of a model of transformers, in a plain loop that trains it.
 
     as_ours: returns its gradients by our names.
     """
-    batches = torch.from_numpy(rows_of(model.config.vocab_size).astype(np.int64))
+    batches = torch.from_numpy(rows_of(model.config.vocab_size, steps).astype(np.int64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
     losses, logits, first = [], None, {}
     for rows in batches:

@@ -36,7 +36,7 @@ from argosy.plan.layer_spec import DELTA_CHUNK, layer_spec
 from argosy.plan.parameters import parameters
 from argosy.plan.workload import Workload
 from drawn_families import DRAWN, Draw, draw_config, random_model
-from families_in_worlds import END_OF_DOCUMENT, by_transformers, errors, plans_of, under_plan, under_plans
+from families_in_worlds import END_OF_DOCUMENT, STEPS, by_transformers, errors, plans_of, under_plan, under_plans
 from tiny import eager
 from workers import WorkerPool
 
@@ -118,7 +118,7 @@ def expected_flops(config: ModelConfig, tokens: Tensor) -> float:
     return tokens.numel() * (sum(work.matmul_flops_per_token) + attention + added_up) + in_chunks * delta
 
 
-def card_under_plans(family: str, draw: Draw, workers: WorkerPool) -> dict[str, Card]:
+def card_under_plans(family: str, draw: Draw, workers: WorkerPool, steps: int = STEPS) -> dict[str, Card]:
     """Return the errors of one drawn configuration in one process, and under each plan of two that it can have."""
     config = draw_config(family, draw)
     theirs = random_model(config)
@@ -127,9 +127,9 @@ def card_under_plans(family: str, draw: Draw, workers: WorkerPool) -> dict[str, 
         folder = scratch / "theirs"
         save_theirs(family, theirs, folder)
         plans = plans_of(hf.import_config(folder))
-        found = workers.run(2, under_plans, folder, plans)
-        alone = under_plan(World(), folder, eager("microbatch=4"))
-        expected = by_transformers(theirs, lambda model: _gradients_as_ours(model, scratch / "gradients"))
+        found = workers.run(2, under_plans, folder, plans, steps)
+        alone = under_plan(World(), folder, eager("microbatch=4"), steps)
+        expected = by_transformers(theirs, lambda model: _gradients_as_ours(model, scratch / "gradients"), steps)
     cards = {name: errors([rank[name] for rank in found], expected) for name in plans}
     return {"one process": errors([alone], expected), **cards}
 

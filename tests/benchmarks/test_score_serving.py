@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -39,13 +37,7 @@ def written(path: Path, table: list[dict[str, str]]) -> Path:
 
 
 def score(*words: str) -> tuple[int, str, str]:
-    """Return the exit code of the program, its output and its errors."""
-    done = subprocess.run([sys.executable, str(SCORE), *words], capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
-def score_here(*words: str) -> tuple[int, str, str]:
-    """The same in this process."""
+    """Run the program in this process. Return its exit code, its output and its errors."""
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.syspath_prepend(str(SCORE.parent))
@@ -64,7 +56,7 @@ def test_new_rows_are_scored_by_metric(tmp_path: Path) -> None:
 def test_rows_of_the_file_correct_the_others(tmp_path: Path) -> None:
     path, five = str(written(tmp_path / "new.csv", rows())), ("--calibration-rows", "5")
     ways = ((), five, (*five, "--chosen"))
-    alone, *corrected = (json.loads(score_here(path, "--json", *way)[1])["all"] for way in ways)
+    alone, *corrected = (json.loads(score(path, "--json", *way)[1])["all"] for way in ways)
     for found in corrected:
         assert sum(found[metric]["n"] for metric in ("ttft", "tpot", "throughput")) == 24 - 5
         assert found["throughput"]["median_abs_pct_error"] < alone["throughput"]["median_abs_pct_error"]
@@ -76,7 +68,7 @@ def test_rows_that_cannot_be_predicted_are_counted(tmp_path: Path) -> None:
     bad[1]["model"], bad[1]["params_b"] = "a secret", ""
     bad[2]["value"] = "nan"
     bad[3]["metric"] = "joy"
-    found = json.loads(score_here(str(written(tmp_path / "bad.csv", bad)), "--json")[1])
+    found = json.loads(score(str(written(tmp_path / "bad.csv", bad)), "--json")[1])
     assert found["skipped"]["n"] == 4
     assert "device 'Abacus 9' is not in the catalogue" in found["skipped"]["why"]
 
@@ -85,9 +77,9 @@ def test_columns_that_say_more_may_be_left_out(tmp_path: Path) -> None:
     """Of an unknown engine on one device; fewer rows than calibrate leave none to be scored."""
     path = tmp_path / "few.csv"
     path.write_text("model,device,batch_or_concurrency,input_len,metric,value\nllama3-8b,H100,1,1024,ttft,0.09\n")
-    found = json.loads(score_here(str(path), "--json")[1])
+    found = json.loads(score(str(path), "--json")[1])
     assert found["all"]["ttft"]["n"] == 1
-    none = json.loads(score_here(str(path), "--json", "--calibration-rows", "5")[1])
+    none = json.loads(score(str(path), "--json", "--calibration-rows", "5")[1])
     assert {metric: none["all"][metric]["n"] for metric in METRICS} == dict.fromkeys(METRICS, 0)
 
 
@@ -96,7 +88,7 @@ def test_a_few_published_rows_of_one_engine_are_predicted_without_it(tmp_path: P
     """What is learnt from are the published rows, not those of the file."""
     with PUBLISHED.open(newline="") as file:
         few = [row for row in csv.DictReader(file) if row["source"].startswith("FasterTransformer")][:5]
-    found = json.loads(score_here(str(written(tmp_path / "few.csv", few)), "--json")[1])
+    found = json.loads(score(str(written(tmp_path / "few.csv", few)), "--json")[1])
     assert found["without_engine"]["e2e_latency"]["n"] == 5
 
 
@@ -115,7 +107,7 @@ def test_a_few_published_rows_of_one_engine_are_predicted_without_it(tmp_path: P
 def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.csv"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    code, out, err = score_here(str(path))
+    code, out, err = score(str(path))
     assert (code, out) == (2, "")
     assert message in err
 
@@ -124,7 +116,7 @@ def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message:
 def published_rows() -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCORE.parent))
-        yield import_module("serving_rows").read(PUBLISHED)[0]
+        yield import_module("score_serving")._published()  # which reads them once: they take seconds
 
 
 def test_batches_of_llama_bench_are_the_tokens_of_a_pass(published: list[Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from argosy.cli import main
 
-TINY = ["--model.vocab-size", "300", "--model.layers", "2", "--train.global-batch", "2", "--data.seq-len", "32"]
+TINY = ["--model.vocab-size", "300", "--model.layers", "1", "--train.global-batch", "2", "--data.seq-len", "32"]
 
 
 def test_a_model_and_a_plan_are_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
 @given(prompt=TEXT, folder=TEXT.filter(bool), lr=st.floats(1e-12, 1e12), steps=st.integers(1, 2**60))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_dumped_run_loads_as_the_same_run(run_file, prompt, folder, lr, steps):
     overrides = {
         "evaluate.sample_prompt": prompt,

@@ -101,7 +101,7 @@ def test_counts_and_kinds_that_cannot_be_are_refused(folder: Path, key: str, val
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_a_manifest_holds_it_is_read_or_refused_by_name(folder: Path, data: st.DataObject) -> None:
     path = folder / "manifest.json"
     whole = path.read_bytes()

@@ -87,11 +87,11 @@ def alone(family: str) -> tuple[dict[int, Any], list[Any], list[Any], float]:
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
-        ("llama", "tp=2"),
+        pytest.param("llama", "tp=2", marks=pytest.mark.slow),
         ("qwen3", "pp=2,precision=fp32"),
         ("mtp_tied", "pp=2,tp=2"),
         pytest.param("qwen2", "dp_shard=2,tp=2", marks=pytest.mark.slow),
-        ("llama", "cp=2,zero=0"),
+        pytest.param("llama", "cp=2,zero=0", marks=pytest.mark.slow),
         pytest.param("qwen3_next", "tp=2", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "dp_shard=2,ep=2,tp=2", marks=pytest.mark.slow),
         ("gpt_oss", "cp=2,ep=2"),

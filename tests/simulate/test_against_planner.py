@@ -28,8 +28,8 @@ BOTTOM = ("embedding", "blocks.0", "blocks.1")
 MATRICES = ("embedding", "blocks.*.attention.*", "blocks.*.mlp.*", "head")
 DENSE, MIXTURE = "llama3-8b", "mixtral-8x7b"
 QUICK: list[tuple[str, str, dict[str, Any]]] = [
-    (DENSE, "microbatch=2", {"lora.rank": 16}),
-    (MIXTURE, "dp_shard=4,ep=4,zero=1", {}),
+    (DENSE, "microbatch=2", {"lora.rank": 16, "model.layers": 2}),
+    (MIXTURE, "dp_shard=4,ep=4,zero=1", {"model.layers": 2}),
 ]
 SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "dp_shard=8,recompute=full", {}),

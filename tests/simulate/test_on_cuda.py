@@ -23,7 +23,8 @@ from tiny import LATENT, LINEAR, run_config
 MOE = {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "balance": "bias"}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "blocks": {"width": 128, "ffn_width": 256, "heads": 4, "head_width": 64},
+    "shallow": {"layers": 1},
+    "blocks": {"layers": 1, "width": 128, "ffn_width": 256, "heads": 4, "head_width": 64},
     "deep": {"layers": 4},
     "wide": {"ffn_width": 2048},  # only activations from 64 KiB on are offloaded
     "tied": {"tie_embeddings": True, "attention_bias": True, "qk_norm": True, "kv_heads": 1},
@@ -39,7 +40,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MUON, LION, INT8 = ({"optimizer": keys} for keys in ({"kind": "muon"}, {"kind": "lion"}, {"state": "int8"}))
 QUICK: list[tuple[str, str, dict[str, Any]]] = [
-    ("dense", "precision=bf16", {}),
     ("capacity", "dp_shard=2,zero=3,precision=bf16,recompute=full", {}),
     ("tied", "pp=2,tp=2,precision=fp16", {}),
 ]
@@ -70,7 +70,7 @@ LOG, EXCHANGE = "observe/clock.py", "training/step.py"
 
 def on_cuda(model: str, plan: str, **sections: dict[str, Any]) -> CudaRecord:
     layout = Plan.parse(plan)
-    rows = layout.dp * (4 if layout.pp > 1 else 1)
+    rows = layout.dp * layout.pp * (1 if layout.schedule == "1f1b" else 2)
     run = run_config(Path("no data"), model=MODELS[model], train={"global_batch": rows}, **sections)
     return step_on_cuda(layout, run, layout.world_size - 1)
 
@@ -117,7 +117,7 @@ def test_it_waits_no_oftener_in_fp8(model: str, plan: str) -> None:
             *("experts", "dp_shard=2,ep=2,zero=1,precision=bf16,overlap_experts=true", {}, {"parallel/expert.py": 2}),
             marks=pytest.mark.slow,
         ),
-        ("dense", "dp_replicate=2", {"resilience": {"check_collectives": True}}, {"parallel/model.py": 1}),
+        ("shallow", "dp_replicate=2", {"resilience": {"check_collectives": True}}, {"parallel/model.py": 1}),
         pytest.param("wide", "offload=all,precision=bf16", {}, {"parallel/offload.py": 1}, marks=pytest.mark.slow),
         pytest.param("dense", "dp_shard=2,zero=1", MUON, {"parallel/world.py": 1}, marks=pytest.mark.slow),
         pytest.param(
@@ -145,7 +145,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], object]) 
         return forward(norm, x)
 
     monkeypatch.setattr(RMSNorm, "forward", both)
-    return on_cuda("dense", "precision=bf16")
+    return on_cuda("shallow", "precision=bf16")
 
 
 def wait_in_eight_ways(x: Tensor) -> None:
@@ -159,7 +159,7 @@ def wait_in_eight_ways(x: Tensor) -> None:
 
 def test_a_wait_is_counted_and_its_place_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found, more = disturbed(monkeypatch, wait_in_eight_ways), Counter[str]()
-    norms = 5  # two a layer, and the last
+    norms = 3  # two of the layer, and the last
     for finding in found.host_syncs:
         if (finding.part, finding.where.partition(":")[0]) == ("step", "models/decoder.py"):  # what calls the norms
             more[finding.what] += finding.count

@@ -102,6 +102,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {**UNEVEN, "tie_embeddings": True, "attention_bias": True, "qk_norm": True, "kv_heads": 1},
     "experts": {
         **UNEVEN,
+        "layers": 2,
         "moe": {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "first_dense_layers": 1},
     },
     "latent": {**UNEVEN, **LATENT},
@@ -229,7 +230,8 @@ def test_a_simulated_rank_allocates_and_sends_what_a_real_one_does(
 )
 def test_it_holds_and_sends_what_the_formulas_say(model: str, plan: str, rank: int, optimizer: str) -> None:
     layout = Plan.parse(plan)
-    run = run_config(Path("no data"), model=MODELS[model], optimizer={"kind": optimizer})
+    few = {**MODELS[model], "layers": 2 * layout.pp}
+    run = run_config(Path("no data"), model=few, optimizer={"kind": optimizer})
     trace = simulate_rank(layout, run, rank)
     state = state_bytes(layout, run, rank)
     assert (trace.before["parameters"], trace.before["optimizer"]) == (state.parameters, state.optimizer)
@@ -242,13 +244,14 @@ def test_it_holds_and_sends_what_the_formulas_say(model: str, plan: str, rank: i
 @pytest.mark.parametrize(
     "model, plan",
     [
-        ("dense", "tp=2,dp_shard=2"),
+        ("dense", "tp=2,dp_shard=2,microbatch=4"),
         pytest.param("dense", "pp=2,cp=2,context=ulysses", marks=pytest.mark.slow),
         pytest.param("experts", "dp_shard=2,ep=2", marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_together_compute_the_model_s_flops(model: str, plan: str) -> None:
-    layout, run = Plan.parse(plan), run_config(Path("no data"), model=MODELS[model])
+    layout = Plan.parse(plan)
+    run = run_config(Path("no data"), model={**MODELS[model], "layers": 2 * layout.pp})
     per_stage = layout.world_size // layout.pp
     stages = [simulate_rank(layout, run, stage * per_stage) for stage in range(layout.pp)]
     computed = per_stage * sum(

@@ -22,7 +22,7 @@ from argosy.errors import ArgosyWarning, DataError, Retryable, UserError
 from data.stores.conftest import Data
 
 ROWS = 8
-STEPS = 120
+STEPS = 40
 
 
 def check_same(data: Data, prepared: Path, blocks: float, rows: slice = slice(0, ROWS)) -> OpenData:

@@ -46,7 +46,7 @@ def test_a_small_run_is_not_said_to_cost_nothing(of_64):
 
 
 def test_longer_takes_fewer_devices(of_64):
-    longer = fewest_within("c", request("64xh100"), 60 * DAY).fewest
+    longer = fewest_within("c", request("16xh100"), 60 * DAY).fewest
     assert longer is not None and of_64.fewest is not None
     assert longer.devices < of_64.fewest.devices
 
@@ -67,8 +67,8 @@ def test_out_of_reach_it_says_how_fast_and_how_many_would_do():
 
 
 def test_the_cheapest_is_recommended_and_one_without_a_plan_spoils_nothing():
-    dear = ("dear", request("64xh100", price=9.0), False)
-    cheap, small = ("cheap", request("64xh100", price=1.0), False), ("small", request("1xt4"), False)
+    dear = ("dear", request("32xh100", price=9.0), False)
+    cheap, small = ("cheap", request("32xh100", price=1.0), False), ("small", request("1xt4"), False)
     found = of_each([dear, cheap, small], 30 * DAY)
     best = recommended(found)
     assert best is not None and best.named == "cheap"
