@@ -119,6 +119,21 @@ def test_texts_are_scored_as_a_whole(tmp_path, corpus):
     assert found["bits_per_byte"] == pytest.approx(nats / letters / math.log(2), rel=1e-5)
 
 
+def test_a_continuation_that_is_no_token_of_its_own_is_scored_with_what_is_before(corpus):
+    from argosy.training.harness import Harness
+
+    harness, tokenizer = Harness.__new__(Harness), Tokenizer.load(corpus / TOKENIZER)
+    harness._tokenizer, harness._score = tokenizer, lambda requests: requests
+    *before, last = tokenizer.encode("x = self")
+    texts = ("x = sel", "f")
+    assert tokenizer.decode([last]).endswith("self")
+    assert harness._loglikelihood_tokens([(texts, [*before, 7], []), (texts, [5], [6])]) == [
+        (before, [last]),
+        ([5], [6]),
+    ]
+    assert harness._loglikelihood_tokens([(("", ""), [5], [])]) == [([tokenizer.eod_id], [tokenizer.eod_id])]
+
+
 def test_scores_after_a_beginning_are_those_of_lm_eval(tmp_path, corpus, choices):
     import lm_eval  # seconds, for which collecting need not wait
     from lm_eval.models.huggingface import HFLM

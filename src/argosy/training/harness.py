@@ -87,7 +87,18 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        return self._score([(context, answer) for _, context, answer in requests])
+        return self._score([self._with_an_answer(*request) for request in requests])
+
+    def _with_an_answer(self, texts: tuple[str, str] | None, context: list[int], answer: list[int]) -> Request:
+        """Return a request. If the continuation is no token of its own, score that which the context's end has with it.
+
+        lm-eval cuts the tokens of both where those of the context end.
+        """
+        if answer or texts is None:
+            return context, answer
+        whole = self.tok_encode("".join(texts))
+        whole = [self.prefix_token_id] * max(0, 2 - len(whole)) + whole
+        return whole[:-1], whole[-1:]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text, in windows."""
