@@ -120,6 +120,7 @@ def launched(folder: Folder, cluster: Slurm, monkeypatch: pytest.MonkeyPatch) ->
     run = Disturbed(folder, PLANS["replicas"])
     run.write()
     yield run
+    cluster.ask("scancel", "--user=root", "--signal=KILL", "--full", "--quiet")  # or it would start, save and end
     cluster.ask("scancel", "--user=root")
 
 
