@@ -229,7 +229,18 @@ def test_a_damaged_shard_is_left_out_and_the_step_is_repeated(sharded, tmp_path)
     assert "bad_shard" in events(tmp_path / "async/sites/A")
 
 
-def two_ranks(world: World, run: RunConfig, run_dir: Path, fault: str) -> bool:
+class ToHold(StopSignal):
+    """Ranks are told to hold, the first one a moment before the others."""
+
+    def __init__(self, is_to_hold: bool = False):
+        super().__init__()
+        self.is_to_hold, self.held = is_to_hold, 0
+
+    def hold(self, seconds: float) -> None:
+        self.is_to_hold, self.held = False, self.held + 1
+
+
+def two_ranks(world: World, run: RunConfig, run_dir: Path, fault: str, stop: StopSignal | None = None) -> bool:
     """Be a rank of the worker A; the first one holds the servers, too."""
     plan, run = eager("dp_replicate=2,microbatch=2,sync=async"), run.model_copy(update={"plan": "sync=async"})
     faults.arm(fault, run_dir)
@@ -237,7 +248,7 @@ def two_ranks(world: World, run: RunConfig, run_dir: Path, fault: str) -> bool:
     try:
         with serving(run, run_dir) if world.is_first else nullcontext():
             own = run.model_copy(update={"site": "A"})
-            return train(own, plan, world, run_dir / "sites/A", StopSignal())
+            return train(own, plan, world, run_dir / "sites/A", stop or StopSignal())
     finally:
         faults.arm("")
         del os.environ["RANK"]
@@ -250,6 +261,16 @@ def test_ranks_of_a_worker_that_differ_take_the_weights_anew(workers, corpus, tm
     assert sorted(line["item"] for line in lines(tmp_path / "two")) == [0, 1, 2, 3]
     workers.run(2, two_ranks, run, tmp_path / "undisturbed", "")
     assert "replicas_differ" not in events(tmp_path / "undisturbed/sites/A")
+
+
+def held(world: World, run: RunConfig, run_dir: Path) -> int:
+    stop = ToHold(world.is_first)
+    assert two_ranks(world, run, run_dir, "", stop)
+    return stop.held
+
+
+def test_all_ranks_of_a_worker_hold_before_one_task(workers, corpus, tmp_path):
+    assert workers.run(2, held, asynchronous(corpus, train={"steps": 2}), tmp_path) == [1, 1]
 
 
 def test_a_bad_gradient_changes_nothing_and_other_samples_stand_in(corpus, tmp_path):

@@ -226,7 +226,7 @@ class Servers(Agreement):
     def _next_task(self) -> WorkerTask:
         """Wait for something to do, and take the weights for it over. Raises: StoppedEarly."""
         self._stop.between_steps()
-        if self._stop.is_to_hold:
+        if self._world.share_first(lambda: self._stop.is_to_hold, bool):  # all, or some would wait for those that hold
             self._parts.heartbeat.enter("waiting")
             self._stop.hold(HOLD_S)
         with self._clock.time("communication"):
