@@ -83,7 +83,7 @@ def test_ctrl_c_saves_what_runs(folder: Folder, sweeping, running: Cluster):
 @pytest.mark.slow
 def test_a_trial_waits_for_a_node_that_fits_and_one_that_never_will_is_said(folder: Folder, sweeping, running: Cluster):
     sweep = write(folder, "method = 'grid'\n[parameters]\noptimizer.lr = [1e-2]", steps=6)
-    (folder.path / "run.toml").write_text((folder.path / "run.toml").read_text() + "threads = 2\n")
+    (folder.path / "run.toml").write_text((folder.path / "run.toml").read_text().replace("threads = 1", "threads = 2"))
     here = ("--on", "ray", "--address", running.dashboard)
     process = sweeping(*here)
     wait_until((sweep / "0000" / "launch" / "job.json").exists, process=process)
