@@ -82,6 +82,11 @@ def test_curves_parts_and_time_left_follow_the_lines(tmp_path):
     view = FolderView(tmp_path).look()
     assert view.predicted_step_s == 0.2 and view.parts["forward_backward"] == pytest.approx(0.7)
     assert view.left_s == pytest.approx(4 * (0.8 + 1.0 / 16))
+    rank = JsonLines(tmp_path / "events/rank-0.jsonl")
+    rank.write(start(plan="dp_shard=2"))
+    rank.write(start(step=16, plan="dp_shard=4"))
+    write(tmp_path, step(16, forward=0.3))
+    assert FolderView(tmp_path).look().parts["forward_backward"] == pytest.approx(0.5), "that of the plan in force"
 
 
 def test_the_time_left_to_a_worker_is_that_of_its_own_steps(tmp_path):

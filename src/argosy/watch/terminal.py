@@ -167,8 +167,9 @@ class FolderView(RunFiles):
         ]
 
     def _steady(self) -> list[dict[str, Any]]:
-        """Return the last steps of one batch without those that were much slower than the others."""
-        alike = [record for record in self.recent_steps if self._batch(record) == self._batch(self.last_line)]
+        """Return the last steps of one plan and one batch without those that were much slower than the others."""
+        under = [record for record in self.recent_steps if record["step"] >= self.plan_since]
+        alike = [record for record in under if self._batch(record) == self._batch(self.last_line)]
         usual = statistics.median(record["step_time_s"] for record in alike) if alike else 0.0
         return [record for record in alike if record["step_time_s"] <= SLOW_STEP * usual]
 
