@@ -232,6 +232,10 @@ NEAR_MISSES: dict[str, Callable[[], RunFacts]] = {
         steps=columns(communication=0.3), ranks=ranks(2, slow={1: 2.0})
     ),
     "pipeline_bubble": lambda: big(plan="pp=2,dp_replicate=4,tp=8,microbatch=1,precision=bf16"),
+    "pipeline_bubble before the batch is whole": lambda: big(
+        plan="pp=8,dp_replicate=8,microbatch=4,precision=bf16",
+        run=big_run(train={"batch_ramp": [{"until_step": 9000, "global_batch": 128}]}),
+    ),
     "recompiles, rarely": lambda: recompiling(2),
     "slower_than_planned": lambda: as_planned(big()),
     "idle_devices": lambda: healthy(devices=[DeviceSeen("n", (0,), "H100", 0.95)]),

@@ -94,7 +94,7 @@ def exposed_communication(facts: RunFacts, planner: Planner) -> Advice | None:
 def pipeline_bubble(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that the stages of a pipeline idle, and what makes the bubble smaller."""
     plan, run, share = facts.plan, facts.run, _bubble_share(planner)
-    if plan is None or run is None or share < BUBBLE_SHARE or not is_enough(facts):
+    if plan is None or run is None or share < BUBBLE_SHARE or not is_enough(facts) or not facts.has_whole_batch:
         return None
     microbatches, wanted = plan.microbatches(run.train.global_batch), MICROBATCHES_PER_STAGE * plan.pp
     more = (
