@@ -72,6 +72,7 @@ def test_sizes_that_differ_are_named_with_their_first_layer():
     assert head_counts(config) == {(4, 2): 0, (8, 2): 1}
     assert dense_widths(config) == {64: 0, 96: 1}
     assert tensor_parts(config) == 4
+    assert tensor_parts(model(heads=6, kv_heads=6, moe={"experts": 4})) == 6, "no layer has a feed-forward of ffn_width"
     assert names_of_heads(config, 8, 2)[0] == "model.attention.heads = 8 (layer 1)"
     assert names_of_heads(model(), 4, 2) == ("model.heads = 4", "model.kv_heads = 2")
 

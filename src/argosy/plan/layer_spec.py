@@ -181,7 +181,7 @@ def dense_widths(model: ModelConfig) -> dict[int, int]:
     for layer in range(max(model.all_layers, 1)):
         if not model.is_moe_layer(layer):
             found.setdefault(repeated(model.ffn_widths, layer, model.ffn_width), layer)
-    return found or {model.ffn_width: 0}
+    return found
 
 
 def tensor_parts(model: ModelConfig) -> int:

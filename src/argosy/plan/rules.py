@@ -143,7 +143,7 @@ def delta_heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     return f"plan.tp x cp = {plan.tp * plan.cp} must divide model.delta_net.key_heads = {heads}. Try {divisors(heads)}."
 
 
-@rule(lambda p, run: reduce(or_, (width % p.tp != 0 for width in dense_widths(run.model))))
+@rule(lambda p, run: reduce(or_, (width % p.tp != 0 for width in dense_widths(run.model)), False))
 def feed_forward_is_dealt_out(plan: Plan, run: RunConfig) -> str:
     width, layer = next((width, layer) for width, layer in dense_widths(run.model).items() if width % plan.tp)
     name = f"model.ffn_widths = {width} (layer {layer})" if run.model.ffn_widths else f"model.ffn_width = {width}"
