@@ -122,6 +122,8 @@ def test_recomputing_sends_forward_again():
     around = MODEL.model_copy(update={"norms": MODEL.norms.model_copy(update={"place": "around"})})
     behind = sent("tp=2,recompute=full", model=around)["tp", "reduce_scatter"]
     assert behind - again["tp", "reduce_scatter"] == HIDDEN / 2 * MODEL.layers, "the last norm's input"
+    scaled = MODEL.model_copy(update={"layer_scale": True})
+    assert sent("tp=2,recompute=full", model=scaled)["tp", "reduce_scatter"] == behind, "what is scaled"
     fused = sent("tp=2,recompute=full,async_tp=true")
     assert fused["tp", "reduce_scatter"] - again["tp", "reduce_scatter"] == HIDDEN / 2 * MODEL.layers
     half = sent("tp=2,recompute=full,recompute_every=2")

@@ -308,8 +308,9 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         again, reached, table = _recomputed(plan, run, stage), reached_layers(run, stage), run_table(run, stage)
         layers = (*layers_on(run.model, stage), *reached, *again)  # forward, backward, recompute
         both_ways = sum(_gatherings(run.model, layer) for layer in layers)
-        # A mixture needs its sum, to weight it, and so does a norm behind it; async_tp's last product has it inside.
-        is_inside = plan.async_tp or "mlp_post_norm" in NORMS_OF_PLACE[run.model.norms.place]
+        # A mixture needs its sum, to weight it, a norm or scale behind it too; async_tp's last product has it inside.
+        has_more = "mlp_post_norm" in NORMS_OF_PLACE[run.model.norms.place] or run.model.layer_scale
+        is_inside = plan.async_tp or has_more
         last_sums = sum(not (run.model.is_moe_layer(layer) or is_inside) for layer in again)
         # Around the blocks: the embedding's sum, the last norm's gathering, and their backwards.
         into_embedding = stage.first and table["embedding.weight"].is_trained
