@@ -63,6 +63,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (MIXTURE, "microbatch=1", {"model.layers": 2}),
     (MIXTURE, "dp_shard=4,ep=4", {}),
     (MIXTURE, "dp_shard=4,ep=4,overlap_experts=true", {}),
+    (MIXTURE, "microbatch=2", {"lora.rank": 16, "lora.kind": "dora", "model.layers": 2}),
     (MIXTURE, "dp_shard=4,ep=4,zero=1", {"lora.rank": 16, "lora.base": "int8"}),
     ("qwen3-8b", "microbatch=2", {}),
     ("gemma2-2b", "microbatch=1", {}),

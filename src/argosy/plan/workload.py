@@ -138,7 +138,7 @@ class Workload:
     adapters: Numbers = 0
     """Adapters that a token goes through in a layer."""
     adapter_kept: Numbers = 0
-    """Numbers that they keep besides: outputs that are multiplied by lengths (DoRA)."""
+    """Numbers that they keep besides: outputs that are multiplied by lengths (DoRA), and an expert's lengths."""
     dropped_whole: Numbers = 0
     """Inputs that dropout leaves, and they keep: those that each tensor-parallel rank has whole, and the others."""
     dropped_cut: Numbers = 0
@@ -407,16 +407,16 @@ def _is_read(name: str, table: Table, run: RunConfig) -> bool:
 def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
     """Return the figures of the run's adapter, by the workload's names."""
     parts = {name: p for name, p in table.items() if p.is_adapter}
-    layers, moe = run.model.all_layers, run.model.moe
+    layers, each = run.model.all_layers, run.model.moe.experts_per_token
 
     def parameters(is_expert: bool, is_cut: bool) -> float:
         some = (p for p in parts.values() if (p.is_expert, p.tp_dim is not None) == (is_expert, is_cut))
         return sum(math.prod(p.shape) for p in some) / layers
 
     def numbers(part: str, dim: int, is_cut: Collection[bool] = (False, True)) -> float:
-        """Numbers of a token at this dim of these parts; an expert's count as often as a token goes to one."""
+        """Numbers of a token at this dim of these parts; an expert's as often as a token goes to one, lengths twice."""
         of_part = (p for n, p in parts.items() if n.endswith(f".{part}") and (p.tp_dim is not None) in is_cut)
-        return sum((moe.experts_per_token if p.is_expert else 1) * p.shape[dim] for p in of_part) / layers
+        return sum((each * (1 + (part == "magnitude")) if p.is_expert else 1) * p.shape[dim] for p in of_part) / layers
 
     return {
         "adapter_rank": run.lora.rank,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from argosy.config.load import load
 from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
@@ -114,3 +115,16 @@ def test_offloaded_activations_are_those_that_are_kept_without_cast_weights() ->
     matrices = 32 * (2 * 32 + 2 * 16) + 3 * 32 * 64  # q and o, k and v; gate, up and down
     assert only(cast.kept) - only(cast.moved) == pytest.approx(2 * matrices)
     assert only(held.kept) == pytest.approx(only(held.moved))
+
+
+def test_dora_squares_a_stack_of_experts_and_keeps_their_lengths_by_token() -> None:
+    model = {"preset": "mixtral-8x7b", "layers": 2}
+    dora, plain = (
+        Workload.of(load("demo", {**{f"model.{key}": value for key, value in model.items()}, "lora.rank": 4,
+                                  "lora.kind": kind, "data.seq_len": 64}))
+        for kind in ("dora", "lora")
+    )  # fmt: skip
+    outputs = (4096 + 2 * 1024 + 4096) + 2 * 2 * (2 * 14336 + 4096)  # of attention; of two experts, and their lengths
+    assert (plain.adapter_kept, dora.adapter_kept) == (0, outputs)
+    layouts = Layouts.of([Plan.parse("precision=bf16,compile=false")])
+    assert only(LayerMemory(layouts, dora, System()).working) > 8 * 8 * 4096 * 14336, "in fp32, and squared"

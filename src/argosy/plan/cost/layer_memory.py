@@ -197,6 +197,11 @@ class LayerMemory(RankSizes):
         kept = np.where(plans.is_("recompute", "full"), self.hidden_bytes, kept)
         return kept / plans.recompute_every + whole * (1 - 1 / plans.recompute_every)
 
+    @property
+    def _stack(self) -> Numbers:
+        """Elements of one matrix of all experts on a rank."""
+        return self.work.experts * self.work.width * self.work.expert_ffn_width / self.plans.ep / self.expert_tp
+
     @cached_property
     def working(self) -> Numbers:
         """Bytes that a layer's backward needs beside what was kept: recomputed activations, new gradients.
@@ -217,7 +222,7 @@ class LayerMemory(RankSizes):
         # When a delta-net's is computed, what the feed-forward kept is gone.
         kept_inside = self.tokens * self.activation_bytes * self._feed_forward(work.ffn_results)
         later = given + np.maximum(0.0, between - kept_inside)
-        stack = work.experts * work.width * work.expert_ffn_width / plans.ep / self.expert_tp
+        stack = self._stack
         widest = work.width * np.maximum(dense, work.heads * work.value_width) / plans.tp
         matrix = self.activation_bytes * np.maximum(
             work.width * dense / plans.tp * (work.trained_dense > 0), stack * (work.trained_experts > 0)
@@ -230,7 +235,8 @@ class LayerMemory(RankSizes):
         # The gradient by way of the adapter waits for that by way of the weight, which is dequantised for it.
         packed = widest * (work.quantised_dense > 0), stack * (work.quantised_experts > 0)
         dequantised = self.activation_bytes * np.maximum(*packed)
-        beside = given + np.maximum(inside + dequantised, self._of_adapter(given, inside, widest, dequantised))
+        adapted = np.maximum(widest, stack * (work.adapter_experts_whole + work.adapter_experts_cut > 0))
+        beside = given + np.maximum(inside + dequantised, self._of_adapter(given, inside, adapted, dequantised))
         eager = np.maximum(eager, np.where(self._has_adapter, beside, 0.0))
         # Compiled, beside an adapter a matrix is neither cast nor has a gradient; DoRA takes its lengths in fp32.
         as_held = self._has_adapter & (work.adapter_kept == 0) & (work.quantised_dense == 0)
