@@ -26,6 +26,9 @@ from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, V_SHAPED, last_stage_layers
 from argosy.plan.workload import Numbers, Workload
 
+ROUNDED_BYTES_EAGER = 16, 32
+"""Bytes for an element that is rounded at random to bf16, or to eight bits, besides itself in fp32; its own if a kernel
+is compiled."""
 LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 21
 """Bytes of each: once in the arithmetic's format, twice in fp32, and its gradient; eager, also what lies between."""
 
@@ -121,22 +124,23 @@ class MemoryModel(LayerMemory):
         of_loss, of_layers = self._gathered(ends, trained_ends, vocabulary * work.trained_head * last, layers)
         moments = self._moments(kept, layers, summed * self.gradient_bytes, of_head, of_embedding, bool(last))
         whole = (of_loss, of_layers, of_layers, of_loss)
-        activations, logits, gradients, gathered = _highest(
-            [(*moment, some) for moment, some in zip(moments, whole, strict=True)]
-        )
-        comes_and_goes = activations + logits + gathered
+        zero, words = np.zeros(1), np.where(trained_words > 0, vocabulary, 0.0)
         # The optimizer's step begins when activations are gone.
-        update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
+        step = zero, zero, summed * self.gradient_bytes, zero, mine * system.update_bytes + self._opened(words)
+        of_step = [(*moment, some, zero) for moment, some in zip(moments, whole, strict=True)]
+        activations, logits, gradients, gathered, update = _highest([*of_step, step])
+        comes_and_goes = activations + logits + gathered
         first_held = system.checks_gradients * trained * self.gradient_bytes
         used = Footprint(
             weights=(held - packed) * base_bytes + packed * work.quantised_bytes + adapter * weight_bytes,
             gradients=first_held + gradients,
-            optimizer=np.where(self.offloads_optimizer, 0.0, moment_bytes + update),
+            optimizer=np.where(self.offloads_optimizer, 0.0, moment_bytes),
             activations=activations,
             logits=logits,
             gathered=gathered,
             agreement=self._agreement(trained, mine),
             workspace=constants.workspace_bytes
+            + update
             + self._received()
             + system.saves_here * (saved * weight_bytes + moment_bytes) / plans.replicas,
             reserve=np.zeros(1),
@@ -231,6 +235,19 @@ class MemoryModel(LayerMemory):
             ),
             (hidden * (self.activation_bytes + 4) + np.where(is_once, 0.0, of_embedding), np.zeros(1), gradients),
         ]
+
+    def _opened(self, words: Numbers) -> Numbers:
+        """Return the bytes of the largest parameter while its update has it in fp32, and what rounding it takes; one
+        comes after the other. `words`: elements of the vocabulary's matrix, if the rank trains it."""
+        plans, work = self.plans, self.work
+        matrix = work.width * work.widest_ffn / plans.tp * (work.dense_layers > 0) * (work.trained_dense > 0)
+        stack = self._stack * (work.trained_experts > 0)
+        largest = np.maximum(self._shared(np.maximum(words, matrix), 0.0), self._shared(np.zeros(1), stack))
+        is_half, widened = plans.is_("weights", "bf16"), self.system.widened_bytes
+        rounded = np.where(is_half, np.where(self.eager, ROUNDED_BYTES_EAGER[0], 2.0), 0.0)
+        rounded = np.where(widened > 0, np.where(self.eager, ROUNDED_BYTES_EAGER[1], 1.0), rounded)
+        opened = largest * (widened + np.where(is_half, 8.0, 0.0) + rounded)  # a weight and its gradient in fp32
+        return np.where(self.offloads_optimizer, 0.0, opened)
 
     def _outputs(self, microbatches: Numbers) -> Numbers:
         """Return the bytes of the hidden states that a rank's stages have sent on, and keep until their backward
