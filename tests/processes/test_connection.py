@@ -7,6 +7,7 @@ import selectors
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -264,3 +265,11 @@ def test_a_call_does_not_wait_whether_it_is_answered_or_not():
         address = listener.getsockname()
     assert isinstance(connect(address).exception(timeout=PATIENT_S), ConnectionRefusedError)
     assert connect(("a..b", 1)).exception(timeout=PATIENT_S), "a name that cannot be"
+
+
+def test_a_call_without_a_thread_to_call_in_fails_as_one_that_nobody_answers(monkeypatch):
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert isinstance(connect(("127.0.0.1", 9)).exception(timeout=0), OSError)

@@ -116,6 +116,16 @@ def test_while_the_backend_does_not_answer_the_problem_is_known_and_nothing_is_d
     assert found(a) == a.process.address
 
 
+def test_without_a_thread_to_look_in_the_lease_is_looked_at_again(agents, monkeypatch):
+    a = agents("a")
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert a.address(time.monotonic()) is None and a.problem == "can't start new thread"
+
+
 def test_an_answer_that_nobody_expects_is_an_error_and_no_silence(agents, monkeypatch):
     a = agents("a")
 

@@ -274,7 +274,10 @@ def call(address: Address) -> Future[socket.socket]:
         except (OSError, UnicodeError) as problem:  # the second: no such name is possible
             connected.set_exception(problem)
 
-    threading.Thread(target=connect, name="argosy-call", daemon=True).start()
+    try:
+        threading.Thread(target=connect, name="argosy-call", daemon=True).start()
+    except RuntimeError as problem:  # there can be no more threads: call again later
+        connected.set_exception(OSError(str(problem)))
     return connected
 
 

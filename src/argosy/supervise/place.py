@@ -161,7 +161,10 @@ class LeasedPlace:
             except Exception as problem:  # whatever it is, the agent must not wait for ever
                 future.set_exception(problem)
 
-        threading.Thread(target=work, name="argosy-lease", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="argosy-lease", daemon=True).start()
+        except RuntimeError as problem:  # there can be no more threads
+            future.set_exception(LeaseUnreachable(str(problem)))
         return future
 
 
