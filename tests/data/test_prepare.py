@@ -210,9 +210,16 @@ def test_input_without_text_is_refused(config: PrepareConfig) -> None:
         prepare(changed(config, input=only_broken, tokenizer=None))
 
 
-def test_broken_input_stops_if_refused(config: PrepareConfig) -> None:
+@pytest.mark.parametrize("most_bytes", [None, sum(map(len, DOCUMENTS)) * 2])
+def test_broken_input_stops_if_refused(config: PrepareConfig, most_bytes: int | None) -> None:
     with pytest.raises(UserError, match=r"099-broken\.txt, byte 0: broken UTF-8"):
-        prepare(changed(config, on_bad_input="refuse"))
+        prepare(changed(config, on_bad_input="refuse", max_text_bytes=most_bytes))
+
+
+def test_broken_input_that_no_text_is_taken_after_is_not_refused(config: PrepareConfig) -> None:
+    limit = len("".join(DOCUMENTS[:99]).encode()) - 10
+    found = prepare(changed(config, on_bad_input="refuse", max_text_bytes=limit))
+    assert sum(found.text_bytes(split) for split in found.splits) in range(limit - 3, limit + 1)
 
 
 def test_wrong_options_leave_nothing_behind(config: PrepareConfig, tmp_path: Path) -> None:

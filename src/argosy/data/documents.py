@@ -185,7 +185,7 @@ class DocumentReader:
         """Return a text, cut where max_text_bytes is reached; "" for one to leave out, which is counted."""
         if isinstance(found, BadInput):
             if self._config.on_bad_input == "refuse":
-                raise UserError(f"{found.where}: {found.kind}. Mend it, or leave such input out: on_bad_input = skip.")
+                raise refused(found.kind, found.where)
             self.tally.skip(found)
             return ""
         if not found.data:
@@ -200,6 +200,11 @@ class DocumentReader:
 
     def _left(self) -> int | None:
         return None if self._max_text_bytes is None else self._max_text_bytes - self.tally.text_bytes
+
+
+def refused(kind: str, where: str) -> UserError:
+    """Return the error for bad input that is not to be skipped."""
+    return UserError(f"{where}: {kind}. Mend it, or leave such input out: on_bad_input = skip.")
 
 
 FILES = 2_000

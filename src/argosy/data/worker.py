@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from argosy.config.data import PrepareConfig, TokenizerEngine
 from argosy.config.extend import ExtendConfig
 from argosy.data.chat_encoder import TRUNCATED, ChatDocuments, ChatEncoder
-from argosy.data.documents import Document, DocumentReader, Drops, InputPiece, Tally
+from argosy.data.documents import Document, DocumentReader, Drops, InputPiece, Tally, refused
 from argosy.data.filters import Filters, as_arrays, bounds, key_maker, repeated, within
 from argosy.data.manifest import TOKENIZER
 from argosy.data.sources import InputFile, file_again
@@ -106,16 +106,20 @@ class Stages:
         else:
             yield from self._tokens(task.number, start)
 
-    def _reader(self, drops: Drops | None, max_text_bytes: int | None = None) -> DocumentReader:
-        config = self._job.config
+    def _reader(
+        self, drops: Drops | None, max_text_bytes: int | None = None, config: PrepareConfig | None = None
+    ) -> DocumentReader:
+        config = config or self._job.config
         if config.has_conversations and self._documents is None:
             self._documents = ChatDocuments(Path(config.out), config)
         return DocumentReader(self._files, config, drops, max_text_bytes, self._documents)
 
-    def _token_reader(self, piece: int, max_text_bytes: int | None) -> DocumentReader:
+    def _token_reader(
+        self, piece: int, max_text_bytes: int | None, config: PrepareConfig | None = None
+    ) -> DocumentReader:
         """Return a reader of the documents that are to become tokens."""
         has_keys = self._job.config.filters.duplicates != "keep"
-        return self._reader(self._dropped_before(piece) if has_keys else self._filter(), max_text_bytes)
+        return self._reader(self._dropped_before(piece) if has_keys else self._filter(), max_text_bytes, config)
 
     def _filter(self) -> Drops | None:
         if self._filters is None:
@@ -151,6 +155,9 @@ class Stages:
             chunk.facts.get("truncated", 0),
         )
         if tally.text_bytes < most_bytes:
+            if self._job.config.on_bad_input == "refuse" and tally.places:
+                kind, (first, *_) = next(iter(tally.places.items()))
+                raise refused(kind, first)
             return batch, tally, self._pieces[number].end
         reader = self._token_reader(number, most_bytes)
         documents = list(reader.read(self._pieces[number], start))
@@ -208,7 +215,9 @@ class Stages:
 
     def _tokens(self, number: int, start: int) -> Iterator[Chunk]:
         limit = self._job.config.max_text_bytes  # no chunk is needed further; what cuts a character leaves 3 bytes less
-        reader = self._token_reader(number, limit and limit + 3)
+        config = self._job.config  # what is beyond the limit over all pieces is not known here, and must not be refused
+        config = config.model_copy(update={"on_bad_input": "skip"}) if limit else config
+        reader = self._token_reader(number, limit and limit + 3, config)
         for documents, end, is_last in self._chunks(reader, number, start):
             arrays = vars(self._encode(documents))
             yield Chunk(self._facts(reader), arrays, end, is_last)
