@@ -194,8 +194,10 @@ def test_the_fewest_devices_that_are_in_time_on_each_cluster(ask: Any) -> None:
 
 
 def test_the_price_of_an_hour_is_said(ask: Any) -> None:
-    assert "USD an hour of a device, prices of" in ask(*SMALL) and "--price sets yours" in ask(*SMALL)
-    mine = ask(*SMALL, "--price", "2.5")
+    few = ("--fix", "tp=8")  # plans to look at
+    said = ask(*SMALL, *few)
+    assert "USD an hour of a device, prices of" in said and "--price sets yours" in said
+    mine = ask(*SMALL, *few, "--price", "2.5")
     assert "at 2.5 USD an hour of a device" in mine and "prices of" not in mine
 
 

@@ -43,7 +43,8 @@ def test_one_checkpoint_and_other_text_may_be_named(trained, corpus):
 
 
 def test_text_of_another_tokenizer_is_refused(trained, tmp_path):
-    other = prepare_corpus(tmp_path, vocab_size=300)
+    files = tuple(str(SOURCES / name) for name in ("errors.py", "main.py", "fields.py"))
+    other = prepare_corpus(tmp_path, vocab_size=300, input=files, validation_fraction=0.4)
     with pytest.raises(UserError, match="prepared with another tokenizer"):
         evaluate(trained, other)
 

@@ -23,7 +23,8 @@ def test_what_two_bring_together_is_shared_evenly() -> None:
 
 
 def test_the_factors_of_a_speed_up_multiply_to_it(load: Load) -> None:
-    formats = TRAIN.replace("= 64", "= 8") + 'precision = ["bf16", "fp8"]\n' + SERVE
+    small = TRAIN.replace("= 64", "= 2").replace("llama3-8b", "llama3.2-1b")  # few plans for each mixture
+    formats = small + 'precision = ["bf16", "fp8"]\n' + SERVE
     space = load(formats + '[speedup]\nbefore = "a100"\nafter = "h100"\nafter_batch = 512\n')
     training, serving = speedups(space)
     for one in (training, serving):

@@ -51,14 +51,15 @@ def test_a_catalogue_s_device_serves_as_the_planner_says(load: Load) -> None:
 
 def test_columns_give_what_each_device_gives_alone(load: Load) -> None:
     memory = {"memory_bytes_per_s": "[2e12, 8e12]", "nic_bytes_per_s": "[10e9, 100e9]"}
-    space = load(**memory)
+    work = TRAIN.replace("= 64", "= 16") + SERVE
+    space = load(work, **memory)
     assert space.train is not None and space.serve is not None
     points = Points.of(space)
     trained, served = (
         TrainingSweep(space.train, points, 1.2).swept(),
         ServingSweep(space.serve, points, 1.2).swept(),
     )
-    last = load(memory_bytes_per_s="8e12", nic_bytes_per_s="100e9")
+    last = load(work, memory_bytes_per_s="8e12", nic_bytes_per_s="100e9")
     assert last.train is not None and last.serve is not None
     alone = Points.of(last)
     assert served.tpot_s[3] == approx(ServingSweep(last.serve, alone, 1.2).swept().tpot_s[0])
@@ -70,7 +71,8 @@ def test_a_device_s_file_is_a_base_and_one_of_a_pair(load: Load, tmp_path: Path)
     """As the catalogue's device that it is; its path is relative to the space's file."""
     own, speedup = tmp_path / "mine.toml", '[speedup]\nbefore = "a100"\nafter = "{}"\n'
     own.write_text(preset_path("devices", "h100-sxm").read_text().replace('"H100-SXM"', '"Mine"'))
-    work = TRAIN.replace("= 64", "= 8") + SERVE.replace("[1, 16]", "[1]") + speedup
+    small = TRAIN.replace("= 64", "= 2").replace("llama3-8b", "llama3.2-1b")
+    work = small + SERVE.replace("[1, 16]", "[1]") + speedup
     named, filed = (load(work.format(name), base=f'"{name}"') for name in ("h100", own.name))
     assert named.train is not None and filed.train is not None and filed.serve is not None
     trained = [TrainingSweep(space.train, Points.of(space), 1.2).swept().step_s for space in (named, filed)]
