@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ import pytest
 from argosy.cli import main
 from argosy.config.dump import save_run
 from argosy.config.load import load
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.counters import Category
 from argosy.observe.heartbeat import BESIDE
@@ -114,14 +116,21 @@ PLANS = ("microbatch=4", "dp_replicate=4,microbatch=4", "dp_shard=2,microbatch=4
 NOISE = np.random.default_rng(0).normal(0.0, 0.05, 100)
 
 
-def finished(folder: Path, plan: str, noise: float = 0.0, **report: Any) -> Path:
-    """The folder of a run whose steps took TRUTH times what is predicted, and exp(noise) of that."""
+@cache
+def predicted(plan: str) -> tuple[Plan, RunConfig, Prediction, Prediction]:
+    """A plan, its run, what is predicted, and what is with TRUTH."""
     layout = Plan.parse(f"{plan},compile=false")
     sizes = {"train.minutes": 0, "train.steps": 8, "train.global_batch": 16, "model.vocab_size": 4096}
     run = load("demo", {**sizes, "launch.processes": layout.world_size})
     factors = {name: Factor(value=value, std=0.1) for name, value in TRUTH.items()}
     plain = predict(layout, run, resized(CLUSTER, layout.world_size))
     real = predict(layout, run, resized(CLUSTER.model_copy(update={"factors": factors}), layout.world_size))
+    return layout, run, plain, real
+
+
+def finished(folder: Path, plan: str, noise: float = 0.0, **report: Any) -> Path:
+    """The folder of a run whose steps took TRUTH times what is predicted, and exp(noise) of that."""
+    layout, run, plain, real = predicted(plan)
     compared = reconcile(plain, layout, {}, float(real.memory_bytes.mid) * np.exp(noise), with_reserve=True)
     truth = reconcile(real, layout, {}, 0.0, with_reserve=True)
     seconds = {name: truth.seconds[name].predicted * float(np.exp(noise)) for name in CALIBRATED_PARTS}
