@@ -105,7 +105,7 @@ def test_a_short_row_beside_one_beyond_the_original_context_is_written_as_if_alo
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_it_ends_before_a_stop_string_wherever_its_pieces_are_cut(model, length):
     text = written(model, FREE)
-    for start in range(0, len(text) - length, 7):
+    for start in range(0, len(text) - length, 13):
         stop = text[start : start + length]
         found = next(model.complete([PROMPT], Sampling(60, 1.0, 1.0, 1, ("never to be found", stop))))
         assert found.text == text[: text.index(stop)] and found.finish == "stop"
