@@ -37,7 +37,7 @@ def loss_and_gradients(model: Decoder, micro: Microbatch) -> tuple[float, list[t
 
 
 def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones_and_are_not_compiled_for_each_batch():
-    compiled, eager = decoder(), decoder()
+    compiled, eager = decoder(layers=1), decoder(layers=1)
     compile_blocks(compiled, enabled=True)
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
         compiled(batch(1).tokens_BT)  # or the blocks would not be compiled at all
@@ -52,7 +52,7 @@ def test_what_a_compiled_step_gives_does_not_depend_on_what_its_process_has_met_
     found = []
     for order in ([1, 5, 6], [5, 6, 1], [6, 1, 5]):
         torch.compiler.reset()
-        model = decoder()
+        model = decoder(layers=1)
         compile_blocks(model, enabled=True)
         met = {documents: loss_and_gradients(model, batch(documents)) for documents in order}
         found.append([met[documents] for documents in sorted(order)])

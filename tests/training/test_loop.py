@@ -44,7 +44,7 @@ def test_the_loss_falls(reference):
     "plan",
     [
         "microbatch=8",
-        "dp_replicate=2",
+        pytest.param("dp_replicate=2", marks=pytest.mark.slow),
         "dp_replicate=2,microbatch=4",
         pytest.param("dp_replicate=4", marks=pytest.mark.slow),
     ],
@@ -55,7 +55,7 @@ def test_every_plan_gives_the_losses_of_one_process(workers, corpus, reference, 
     assert _validations(records) == pytest.approx(_validations(reference), rel=1e-5)
 
 
-@pytest.mark.parametrize("stop_after", [1, 3, 7, 8])
+@pytest.mark.parametrize("stop_after", [1, pytest.param(3, marks=pytest.mark.slow), 7, 8])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(corpus, reference, tmp_path, stop_after):
     run = run_config(corpus)
     assert len(losses(train_in(ALONE, run, EAGER, tmp_path, stop_after))) == stop_after
