@@ -39,6 +39,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "precision=fp32,recompute=full", {}),
     (DENSE, "weights=bf16", {}),
     (DENSE, "dp_shard=8,zero=1", {}),
+    (DENSE, "dp_shard=8,weights=bf16", {}),
     (DENSE, "dp_shard=8,zero=2", {}),
     (DENSE, "dp_shard=8", {}),
     (DENSE, "cp=4", {}),

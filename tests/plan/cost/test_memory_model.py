@@ -160,6 +160,21 @@ def test_an_update_has_one_parameter_after_the_other_in_fp32(plan, widened, each
     assert buffers == pytest.approx(each * work.vocabulary_parameters)
 
 
+@pytest.mark.parametrize(
+    ("plan", "each"),
+    [
+        ("dp_shard=2,weights=bf16", 4),  # FSDP2 adds them up in the format of their sum
+        ("dp_shard=2,weights=bf16,reduce=bf16", 2),
+        ("dp_shard=2,reduce=bf16", 2),
+        ("dp_shard=2,zero=2,reduce=bf16", 4),
+        ("dp_shard=2,zero=2,weights=bf16", 2),
+    ],
+)
+def test_gradients_that_add_up_have_the_format_of_their_sum_in_fsdp(plan, each):
+    found = footprint(f"precision=bf16,{plan}", GPT)
+    assert found.gradients == pytest.approx(each * GPT.trained_parameters)
+
+
 def test_where_gradients_are_checked_there_are_two_at_a_time():
     once, twice = footprint("dp_replicate=2", GPT), footprint("dp_replicate=2", GPT, System(checks_gradients=1))
     assert twice.gradients - once.gradients == pytest.approx(4 * GPT.matrix_parameters, rel=1e-3)

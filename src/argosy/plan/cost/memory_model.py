@@ -122,11 +122,15 @@ class MemoryModel(LayerMemory):
         of_head = in_sum * vocabulary * work.trained_head * last * (1 - work.scored)
         of_embedding = in_sum * vocabulary * work.trained_embedding * first
         of_loss, of_layers = self._gathered(ends, trained_ends, vocabulary * work.trained_head * last, layers)
-        moments = self._moments(kept, layers, summed * self.gradient_bytes, of_head, of_embedding, bool(last))
+        # FSDP2 adds up whole gradients in the format in which it sums them over ranks.
+        in_fsdp = plans.shards_parameters & self._adds_up
+        held_gradients = summed * np.where(in_fsdp, self.reduced_bytes, self.gradient_bytes)
+        moments = self._moments(kept, layers, held_gradients, of_head, of_embedding, bool(last))
         whole = (of_loss, of_layers, of_layers, of_loss)
         zero, words = np.zeros(1), np.where(trained_words > 0, vocabulary, 0.0)
         # The optimizer's step begins when activations are gone.
-        step = zero, zero, summed * self.gradient_bytes, zero, mine * system.update_bytes + self._opened(words)
+        left = (mine + trained * ((plans.zero == 1) & (plans.shares_state > 1))) * self.gradient_bytes
+        step = zero, zero, left, zero, mine * system.update_bytes + self._opened(words)
         of_step = [(*moment, some, zero) for moment, some in zip(moments, whole, strict=True)]
         activations, logits, gradients, gathered, update = _highest([*of_step, step])
         comes_and_goes = activations + logits + gathered
