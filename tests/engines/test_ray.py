@@ -117,6 +117,13 @@ def test_the_job_of_a_site_holds_that_site(tmp_path, monkeypatch, login):
     assert (request.name, request.run_dir, job_id) == ("two-oslo", folder, "argosy-two-oslo-1")
 
 
+def test_a_run_without_enough_agents_that_can_start_is_not_waited_for():
+    with pytest.raises(UserError, match=r"needs 2 nodes, and agents can run on 1: n2 .*must see /shared/my work"):
+        ray_job.check_enough(REQUEST, [None, 2], -1, "n2 has ended with 2")
+    ray_job.check_enough(with_launch(nodes=2), [None, 2, None], -1, "there was a spare")
+    ray_job.check_enough(REQUEST, [None, 2], -2, "it has made steps: it goes on smaller")
+
+
 def test_no_cluster_there_is_said():
     pytest.importorskip("ray", reason="needs Ray: pip install 'argosy[ray]'")
     address = f"http://127.0.0.1:{free_port()}"

@@ -21,10 +21,10 @@ from typing import Any, BinaryIO
 from argosy.engines.engine import STOP_SPARE_S, RunJob
 from argosy.engines.ray import STOP_WAIT, WAITING_PREFIX
 from argosy.engines.record import LaunchedJob
-from argosy.errors import ArgosyError, Interrupted, Retryable, UserError, signals_to
+from argosy.errors import ArgosyError, Interrupted, Retryable, UserError, counted, signals_to
 from argosy.files import made_folder
 from argosy.launch.launched import check_other_job
-from argosy.launch.requeue import decide
+from argosy.launch.requeue import decide, last_step
 from argosy.plan.search.auto import processes_of
 from argosy.processes.ray_cluster import THREADS, OwnedProcess, ProcessEvent, Share, connect, node_and_address, reserve
 
@@ -173,6 +173,7 @@ class _Agents:
             for number in range(share.nodes)
         ]  # fmt: skip
         self._asked: dict[Any, _Agent] = {}
+        self._began_at = last_step(request.run_dir)
 
     def until_ended(self) -> int:
         """Return the largest exit code of the agents, once all have ended that Ray has a place for."""
@@ -226,6 +227,7 @@ class _Agents:
             why = str(died).strip().splitlines()[-1].strip()
             self._log.say(f"an agent cannot be started: {why}")
             agent.exit_code = UserError.exit_code
+            self._check_enough(why)
             return
         if agent.is_lost or not agent.node:
             self._log.say(f"an agent runs on {news.node}")
@@ -233,7 +235,29 @@ class _Agents:
         self._log.put(news.output)
         if news.exit_code is not None:
             agent.exit_code = news.exit_code
-            self._log.say(f"the agent on {news.node} has ended with {news.exit_code}")
+            ended = f"the agent on {news.node} has ended with {news.exit_code}"
+            self._log.say(ended)
+            if news.exit_code == UserError.exit_code:
+                self._check_enough(ended)
+
+    def _check_enough(self, why: str) -> None:
+        check_enough(self._request, [agent.exit_code for agent in self._agents], self._began_at, why)
+
+
+def check_enough(request: RunJob, codes: Sequence[int | None], began_at: int, why: str) -> None:
+    """Check that the agents that are left can make a first step: else they would wait for the others until the run's
+    time for that is over, and once more after each new start.
+
+    codes: their exit codes; None: it runs. began_at: the run's last step before the agents were started.
+    Raises: UserError with `why`, which says what became of the last one.
+    """
+    needed = len(codes) if request.run.launch.nodes == 1 else request.run.launch.nodes
+    left = sum(code != UserError.exit_code for code in codes)
+    if left < needed and last_step(request.run_dir) == began_at:
+        raise UserError(
+            f"the run needs {counted(needed, 'node')}, and agents can run on {left}: {why}. What it printed says more. "
+            f"All nodes must see {request.work_dir}, and have the same Argosy."
+        )
 
 
 def words_of_launch(request: RunJob, share: Share) -> list[str]:
