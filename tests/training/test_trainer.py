@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from argosy.chaos.campaign import children
+from argosy.chaos.campaign import descendants
 from argosy.observe.events import read_lines
 from argosy.training.bad_steps import Action
 from argosy.training.schedule import learning_rate_factor
@@ -75,14 +75,15 @@ def test_a_trainer_that_fails_says_no_longer_what_it_does(trainer):
 
 
 def test_a_trainer_that_fails_ends_its_writer_and_hands_its_counts_to_the_next(trainer):
-    survivor, before = Survivor(), set(children(os.getpid()))
+    survivor = Survivor()
     with pytest.raises(RuntimeError, match="peer"), trainer(survivor=survivor) as made:
         apply(made)
         made.parts.checkpointer.save(made.state, background=True)
-        writers = set(children(os.getpid())) - before
+        writer = made.parts.checkpointer._saver.writer_pid
+        assert writer in descendants(os.getpid())
         assert made.agreement.policy.decide(replace(GOOD, loss=math.nan)) is Action.RETRY
         raise RuntimeError("Connection closed by peer")
-    assert writers and not writers & set(children(os.getpid()))
+    wait_until(lambda: writer not in descendants(os.getpid()))
     assert survivor.state is made.state and survivor.last_save_s is not None
     after = trainer(survivor=survivor)
     assert after.state.step == 1
