@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import time
 import uuid
@@ -280,8 +281,9 @@ def claim(fs: Any, folder: str, run_dir: Path) -> None:
         raise UserError(
             f"{path}: the checkpoints there are of another run of this name (its folder's {NAME_FILE} holds {owner}, "
             f"that of {run_dir} holds {name}). Give this run another name with --name, or another checkpoint.remote. "
-            f"To go on with that run in this folder, which must have no checkpoints of its own, write {owner} to "
-            f"{run_dir / NAME_FILE} first."
+            f"To go on with that run in this folder, which must have no checkpoints of its own, first give: "
+            f"mkdir -p {shlex.quote(str(run_dir))}; echo {shlex.quote(owner or '')} > "
+            f"{shlex.quote(str(run_dir / NAME_FILE))}"
         )
 
 
