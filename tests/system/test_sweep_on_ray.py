@@ -98,11 +98,11 @@ def test_a_trial_waits_for_a_node_that_fits_and_one_that_never_will_is_said(fold
          "sh", "-c", f"touch {folder.path}/held; while [ -e {folder.path}/held ]; do sleep 0.2; done"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    wait_until((folder.path / "held").exists, held)
+    wait_until((folder.path / "held").exists, process=held)
     process = sweeping(*here)
     wait_until((sweep / "0000" / "launch" / "job.json").exists, process=process)
     before = trials(folder)[0]["job"]
-    wait_until(lambda: trials(folder)[0]["job"] != before, process)
+    wait_until(lambda: trials(folder)[0]["job"] != before, process=process)
     (folder.path / "held").unlink()
     out, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 0 and result(folder)["trials"][0]["state"] == "done", out + err
