@@ -177,6 +177,17 @@ def test_there_is_no_migration_that_does_not_pay_or_is_off(tmp_path, planner, mo
     assert not off.migrate() and len(planner.asked) == 1
 
 
+def test_a_planner_that_cannot_be_started_is_none_either(tmp_path, monkeypatch):
+    def refused(module: str, run_dir: str) -> Planner:
+        raise BlockingIOError("no more processes")
+
+    run = Run(tmp_path)
+    monkeypatch.setattr(migration, "Child", refused)
+    run.migrator.slow_node("c", SLOW)
+    run.look()
+    assert [e["why"] for e in run.events("stayed")] == ["the planner cannot be started: no more processes"]
+
+
 def test_a_planner_that_fails_is_no_reason_to_migrate(tmp_path, monkeypatch):
     monkeypatch.setattr(Planner, "fails", True)
     run = Run(tmp_path)

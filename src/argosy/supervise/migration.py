@@ -149,7 +149,11 @@ class Migrator:
         if case.question.kind == "slow_node" and case.question.on[0] >= membership.size:  # spare nodes: the plan stays
             self._agree(case, MigrationAnswer(True, membership.plan, membership.size), now_s)
             return
-        case.asked = Child(PLANNER, str(self._run_dir))
+        try:
+            case.asked = Child(PLANNER, str(self._run_dir))
+        except OSError as problem:
+            self._stay(case, MigrationAnswer(False, why=f"the planner cannot be started: {problem}"))
+            return
         with suppress(ChannelClosed):  # it has died: `_hear` finds out
             case.asked.channel.send("question", question=asdict(case.question))
 
@@ -166,8 +170,11 @@ class Migrator:
         if said.pays:
             self._agree(case, said, now_s)
         else:
-            self._tell("stayed", case, said, why=said.why or "it would not pay")
-            self._drop()
+            self._stay(case, said)
+
+    def _stay(self, case: _Case, said: MigrationAnswer) -> None:
+        self._tell("stayed", case, said, why=said.why or "it would not pay")
+        self._drop()
 
     def _agree(self, case: _Case, said: MigrationAnswer, now_s: float) -> None:
         case.answer, case.hold_until_s = said, now_s + HOLD_WITHIN_S
