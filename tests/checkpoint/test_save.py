@@ -19,6 +19,7 @@ import torch.distributed as dist
 from argosy.checkpoint import fence, store
 from argosy.checkpoint import save as save_module
 from argosy.checkpoint.checksums import shard_name
+from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World
@@ -351,6 +352,22 @@ def test_what_is_committed_is_verified_and_older_ones_are_deleted_after_that(tmp
     order = [(news, facts["step"]) for news, facts in saving.news]
     assert order.index(("verified", 3)) < order.index(("prune", 1))
     assert_saved(tmp_path, {3: 3.0, 4: 4.0})
+
+
+def test_one_that_is_kept_for_good_is_copied_later_if_its_own_copy_failed(tmp_path):
+    run_dir, there = tmp_path / "mine", tmp_path / "there"
+    run_dir.mkdir()
+    there.write_text("")  # no folder can be made there
+    failing = Saving(run_dir, upkeep=Upkeep(2, 2, str(there)))
+    for step in (1, 2, 3):
+        failing.save(step, step)
+    failing.close()
+    there.unlink()
+    saving = Saving(run_dir, upkeep=Upkeep(2, 2, str(there)))
+    saving.save(5.0, step=5)
+    saving.close()
+    assert failing.told("drain_failed") and [told["step"] for told in saving.told("drained")] == [5, 2]
+    assert Remote(str(there), run_dir).steps() == [2, 5]
 
 
 def test_one_that_is_found_damaged_when_it_is_read_back_is_set_aside(tmp_path):

@@ -221,7 +221,9 @@ class Writer:
         self._tell("verified", step=checkpoint.step, seconds=round(time.monotonic() - began_s, 3))
 
     def _drain(self, order: SaveOrder, upkeep: Upkeep) -> None:
-        """Copy the newest verified checkpoint to the remote place, unless it is there."""
+        """Copy the newest verified checkpoint to the remote place, then one of those kept for good, unless they
+        are there: its own copy may have failed, or a later save have come before it.
+        """
         from argosy.checkpoint.remote import Remote  # it brings fsspec and its file systems, which few runs need
 
         run_dir, began_s = Path(order.run_dir), time.monotonic()
@@ -231,9 +233,14 @@ class Writer:
                 return
             self._draining = newest.step
             remote = Remote(upkeep.remote, run_dir)
-            if remote.put(newest, order.check_generation):
-                seconds = round(time.monotonic() - began_s, 3)
-                self._tell("drained", step=newest.step, seconds=seconds, bytes=newest.bytes)
+            there, every = set(remote.steps()), upkeep.keep_every
+            missing = [c for c in store.committed(run_dir) if c.step not in there and c.step < newest.step]
+            lasting = [c for c in missing if every and c.step % every == 0 and c.is_verified]
+            for checkpoint in (newest, *lasting[-1:]):
+                self._draining = checkpoint.step
+                if remote.put(checkpoint, order.check_generation):
+                    seconds = round(time.monotonic() - began_s, 3)
+                    self._tell("drained", step=checkpoint.step, seconds=seconds, bytes=checkpoint.bytes)
             remote.prune(upkeep.keep_last, upkeep.keep_every)
         except Exception as problem:  # of whichever of fsspec's file systems
             self._tell("drain_failed", step=self._draining, error=words(problem))
