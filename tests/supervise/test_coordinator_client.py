@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import selectors
+import signal
 import socket
 import struct
 import sys
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +190,12 @@ def test_one_that_is_not_there_is_given_up_but_not_by_a_run_that_ends(tmp_path):
         client.turn_until(lambda: False)
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STARTS_APART_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_one_that_dies_at_once_each_time_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     agent = Client(tmp_path)
@@ -195,7 +204,35 @@ def test_one_that_dies_at_once_each_time_ends_the_run(tmp_path, monkeypatch):
     agent.client.close()
 
 
-@pytest.mark.usefixtures("forever")
+def test_one_that_speaks_and_dies_again_and_again_is_started_after_a_pause_and_never_given_up(tmp_path, monkeypatch):
+    """As on a full disk, on which it can begin no world."""
+    agent, starts = Client(tmp_path), 1 + module.COORDINATOR_RESTARTS.most_failures
+    monkeypatch.setattr(module, "STARTS_APART_S", 0.3)
+    for count in range(1, starts + 1):
+        agent.turn_until(lambda count=count: len(agent.greeted) == count and agent.heard)
+        agent.heard.clear()
+        os.kill(agent.events("coordinator_started")[-1]["pid"], signal.SIGKILL)
+    times = [event["time_s"] for event in agent.events("coordinator_started")]
+    assert len(times) == starts and all(after - before > 0.25 for before, after in pairwise(times))
+    agent.client.close()
+
+
+def test_one_that_the_system_refuses_to_start_is_tried_again_until_there_is_room_or_no_more_patience(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "STARTS_APART_S", 0.05)
+    (tmp_path / "logs").write_text("")  # no folder can be made there: as on a disk that fails
+    agent, hasty = Client(tmp_path), Client(tmp_path, 0.2)
+    with pytest.raises(Retryable, match=r"this machine could not be reached.*it cannot be started: .*File exists"):
+        hasty.turn_until(lambda: False)
+    hasty.client.close()
+    agent.turn_until(iter([False, False, True]).__next__)
+    (tmp_path / "logs").unlink()
+    agent.turn_until(lambda: agent.greeted)
+    agent.client.close()
+
+
+@pytest.mark.usefixtures("forever", "at_once")
 def test_one_that_hangs_here_is_replaced_at_the_same_port(tmp_path):
     """Where it runs: an agent there can tell a coordinator that hangs from a network that is cut."""
     agent = Client(tmp_path)

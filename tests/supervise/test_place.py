@@ -19,6 +19,7 @@ from argosy.errors import UserError
 from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.connection import Address
+from argosy.supervise import coordinator_client
 from argosy.supervise import place as place_module
 from argosy.supervise.lease import lease as lease_module
 from argosy.supervise.lease.lease import Holder, LeaseUnreachable
@@ -29,8 +30,9 @@ LAUNCH = LaunchConfig(nodes=2, lease="folder", address="127.0.0.1")
 
 
 @pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Callable[[str], LeasedPlace]]:
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], LeasedPlace]]:
     """The place, as agents of one run see it."""
+    monkeypatch.setattr(coordinator_client, "STARTS_APART_S", 0.1)
     save_run(RunConfig(launch=LAUNCH), tmp_path / "run.toml")
     made: list[LeasedPlace] = []
 
@@ -68,6 +70,18 @@ def test_a_coordinator_that_dies_is_started_again_by_its_agent_at_once(agents, t
     assert time.monotonic() - began_s < lease_module.TTL_S, "its agent knows that it is dead"
     assert found(b) == address
     assert [e["replaces"] for e in read_lines(tmp_path / "events/a.jsonl")] == [False, True]
+
+
+def test_an_agent_that_cannot_start_a_coordinator_lets_another_have_the_lease(agents, monkeypatch, tmp_path):
+    monkeypatch.setattr(place_module, "TTL_S", 1.0)
+    monkeypatch.setattr(lease_module, "TTL_S", 1.0)
+    (tmp_path / "logs").write_text("")  # no folder can be made there
+    a, b = agents("a"), agents("b")
+    wait_until(lambda: a.address(time.monotonic()) or a.problem)
+    assert "cannot be started" in a.problem and b.lease.holder()
+    (tmp_path / "logs").unlink()
+    wait_until(lambda: [place.address(time.monotonic()) for place in (a, b)] and b.process.is_alive)
+    assert found(a) == b.process.address and not a.process.is_alive
 
 
 def test_a_lease_that_ends_is_taken_by_another_agent(agents, monkeypatch):

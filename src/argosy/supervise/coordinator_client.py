@@ -34,6 +34,8 @@ from argosy.supervise.messages import AGENT_BEAT_S, FROM_COORDINATOR, FromAgent,
 
 COORDINATOR_RESTARTS = RestartPolicy(most_failures=5)
 """If so many coordinators in a row die before they say anything, another would do the same."""
+STARTS_APART_S = 2.0
+"""Shortest time between two starts: one that speaks, and dies of a full disk, would die of it again at once."""
 COORDINATOR = "argosy.supervise.coordinator"
 SILENCE_S = 20.0
 """A coordinator on another machine that does not answer for this long is called anew. This is longer than it waits for
@@ -64,7 +66,10 @@ class CoordinatorProcess:
         self._listener: socket.socket | None = None
         self._child: Child | None = None
         self._was_started = self._is_heard = False
+        self._start_from_s = -math.inf
         self._restarts = Restarts(COORDINATOR_RESTARTS)
+        self.problem = ""
+        """Why the system refused to start it, the last time; empty if it did not."""
         self.address: Address | None = None
         """Address at which it listens; None before `listen`."""
 
@@ -72,6 +77,11 @@ class CoordinatorProcess:
     def is_alive(self) -> bool:
         """True while it runs."""
         return self._child is not None and self._child.is_alive
+
+    @property
+    def may_start(self) -> bool:
+        """True if it does not run, and was not started a moment ago."""
+        return not self.is_alive and time.monotonic() >= self._start_from_s
 
     @property
     def has_ended(self) -> bool:
@@ -87,6 +97,7 @@ class CoordinatorProcess:
     def start(self, lease: str = "") -> None:
         """Start it; `lease`: the token of the lease that it is to hold. Call `listen` before.
 
+        If the system refuses, `problem` says why: there may be room for it later.
         Raises: RunFailed if several have died before they said anything; UserError if it could not hold connections
         to all nodes.
         """
@@ -94,15 +105,20 @@ class CoordinatorProcess:
         assert self._listener is not None and self.address is not None
         descriptor = self._listener.fileno()
         log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent: its output must not stay open
-        if self._was_started and self._restarts.ended(made_progress=self._is_heard) is None:
+        if self._child is not None and self._restarts.ended(made_progress=self._is_heard) is None:
             raise RunFailed(
                 f"the coordinator died {self._restarts.failures} times before it said anything: {log} says why"
             )
-        log.parent.mkdir(parents=True, exist_ok=True)
+        self._child, self._start_from_s, self.problem = None, time.monotonic() + STARTS_APART_S, ""
         arguments = (str(self._run_dir), str(descriptor), str(self._plan), self._owner, lease)
-        with log.open("ab") as out:
-            # It does not end with this agent: others may need it.
-            self._child = Child(COORDINATOR, *arguments, pass_fds=[descriptor], stdout=out, stderr=out)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as out:
+                # It does not end with this agent: others may need it.
+                self._child = Child(COORDINATOR, *arguments, pass_fds=[descriptor], stdout=out, stderr=out)
+        except OSError as problem:
+            self.problem = f"it cannot be started: {problem}"
+            return
         self._events.write("coordinator_started", pid=self._child.pid, port=self.address[1], replaces=self._was_started)
         self._was_started, self._is_heard = True, False
 
@@ -133,11 +149,14 @@ class CoordinatorPlace(Protocol):
     """Name of the coordinator there in messages."""
     remedy: str
     """Remedy in messages, if it cannot be reached."""
-    problem: str
-    """Why it is not known where the coordinator is; empty if it is, or nobody is."""
+
+    @property
+    def problem(self) -> str:
+        """Why there is no address; empty if there is, or nobody has taken the place."""
+        ...
 
     def address(self, now: float) -> Address | None:
-        """Return its address; None if that is not known yet. Start it first, if it should run here and does not.
+        """Return its address; None if there is none yet. Start it first, if it should run here and does not.
 
         Raises: UserError, RunFailed.
         """
@@ -160,7 +179,6 @@ class FixedPlace:
         self.key = f"launch.coordinator = {launch.coordinator}"
         self.name = f"the coordinator at {launch.coordinator or 'this machine'}"
         self.remedy = "Restore the network, or start `argosy train` there again."
-        self.problem = ""
         self._address = host_and_port(launch.coordinator) if launch.coordinator else None
         self._reached_at: Address | None = None
 
@@ -168,9 +186,16 @@ class FixedPlace:
         """Return its address, and start the coordinator if that is one of this machine."""
         if self.process.address is None:
             self._listen()
-        if self.process.address is not None and not self.process.is_alive:
+        if self.process.address is None:
+            return self._address
+        if self.process.may_start:
             self.process.start()
-        return self.process.address or self._address
+        return self.process.address if self.process.is_alive else None
+
+    @property
+    def problem(self) -> str:
+        """Why it could not be started here."""
+        return self.process.problem
 
     def reached(self, address: Address) -> None:
         """Note the numeric address: resolving a name takes long when the network is down."""

@@ -26,7 +26,7 @@ from argosy.processes.connection import Address
 from argosy.supervise.coordinator_client import CoordinatorPlace, CoordinatorProcess, FixedPlace
 from argosy.supervise.lease.etcd import EtcdLease
 from argosy.supervise.lease.kubernetes import KubernetesLease
-from argosy.supervise.lease.lease import FolderLease, Holder, Lease, LeaseUnreachable
+from argosy.supervise.lease.lease import TTL_S, FolderLease, Holder, Lease, LeaseUnreachable
 
 LEASE_LOOK_S = 0.5
 """Time between two looks at the lease by an agent without a coordinator."""
@@ -93,16 +93,19 @@ class LeasedPlace:
     def address(self, now: float) -> Address | None:
         """Look up the holder of the lease. If there is none, or it is one of this agent that died, acquire it."""
         if self._search is None and now >= self._search_from_s:
-            self._search = self._in_thread(partial(self._find, may_acquire=not self.process.is_alive))
+            self._search = self._in_thread(partial(self._find, may_acquire=self.process.may_start))
         if self._search is None or not self._search.done():
             return None
         (holder, token), self._search = self._answer(self._search, LeaseHolder(None, "")), None
         self._search_from_s = now + LEASE_LOOK_S
+        is_here = holder is not None and holder.owner == self._owner
         if token:
             self.process.start(token)
-        elif self.process.is_alive and (holder is None or holder.owner != self._owner) and not self.problem:
+            if self.process.problem:  # the lease ends without it: another machine may have room for one
+                self._search_from_s, self.problem = now + TTL_S + 2 * LEASE_LOOK_S, self.process.problem
+        elif self.process.is_alive and not is_here and not self.problem:
             self.process.kill()  # it has lost the lease and does not end: perhaps it was stopped
-        return None if holder is None else holder.address
+        return None if holder is None or (is_here and not self.process.is_alive) else holder.address
 
     def reached(self, address: Address) -> None:
         """Do nothing: the lease has numeric addresses."""
