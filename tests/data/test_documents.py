@@ -68,6 +68,12 @@ def test_compressed_files_are_read_alike(write: Any) -> None:
     assert texts(plain) == texts(gz) == texts(zst) == ["one", "two"]
 
 
+def test_zst_of_a_long_window_is_read(write: Any) -> None:
+    keys = zstandard.ZstdCompressionParameters.from_level(1, window_log=31)
+    frame = zstandard.ZstdCompressor(compression_params=keys).compressobj()
+    assert texts(write("a.jsonl.zst", frame.compress(jsonl({"text": "one"})) + frame.flush())) == ["one"]
+
+
 def test_a_byte_order_mark_costs_no_record(write: Any) -> None:
     data = jsonl({"text": "one"}, {"text": "two"})
     assert texts(write("a.jsonl", BOM_UTF8 + data)) == ["one", "two"]
@@ -153,8 +159,22 @@ def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    [("a.txt.gz", b"no"), ("a.txt.gz", gzip.compress(b"x" * 99)[:-9]), ("a.txt.zst", b"no"), ("a.parquet", b"no")],
-    ids=["not gzip", "cut short", "not zstd", "not parquet"],  # gzip writes the time: workers of xdist would not agree
+    [
+        ("a.txt.gz", b"no"),
+        ("a.txt.gz", gzip.compress(b"x" * 99)[:-9]),
+        ("a.txt.zst", b"no"),
+        ("a.txt.zst", zstandard.compress(b"x" * 99)[:-1]),
+        ("a.txt.zst", zstandard.compress(b"x" * 99) + zstandard.compress(b"y")[:5]),
+        ("a.parquet", b"no"),
+    ],
+    ids=[
+        "not gzip",
+        "cut short",
+        "not zstd",
+        "cut zstd",
+        "cut frame",
+        "not parquet",
+    ],  # gzip writes the time: workers of xdist would not agree
 )
 def test_damaged_file_is_refused(write: Any, name: str, data: bytes) -> None:
     path = write(name, data)
