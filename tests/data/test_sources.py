@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -57,6 +58,31 @@ def test_file_named_itself_may_have_any_suffix(tree: Path) -> None:
 def test_kind_and_compression_come_from_the_name(tree: Path) -> None:
     (gz,) = find_files([str(tree / "sub/c.jsonl.gz")]).files
     assert (gz.suffix, gz.compression, gz.size) == (".jsonl", ".gz", 1)
+
+
+def test_links_are_followed_and_no_file_is_read_twice(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    away = tmp_path_factory.mktemp("away")
+    (away / "blob").write_text("x")
+    (away / "e.txt").write_text("x")
+    (away / "circle").symlink_to(tree)
+    for name, target in {
+        "blob.txt": away / "blob",
+        "again.txt": away / "blob",
+        "alias.txt": tree / "b.txt",
+        "folder": away,
+        "nowhere.md": away / "gone",
+    }.items():
+        (tree / name).symlink_to(target)
+    expected = ["a.md", "again.txt", "b.txt", "e.txt", "nowhere.md", "c.jsonl.gz", "d.PARQUET"]
+    assert names(tree) == expected
+    assert names(tree / "*.txt") == ["again.txt", "b.txt"] and names(tree / "bl*") == ["blob.txt"]
+
+
+def test_the_query_of_a_url_is_no_part_of_a_suffix(tree: Path) -> None:
+    (tree / "what?.jsonl").write_bytes(b"x")
+    (local,) = find_files([str(tree / "what?.jsonl")]).files
+    remote = replace(local, path="https://example.org/a.parquet?download=x.txt")
+    assert (local.suffix, remote.suffix) == (".jsonl", ".parquet")
 
 
 def test_urls_go_through_fsspec(tree: Path) -> None:

@@ -4,9 +4,10 @@ sources (source:NAME or source:NAME:ARGUMENT), which are functions that yield do
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain, islice, repeat, takewhile
@@ -192,6 +193,10 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
         root = str(PurePosixPath(*takewhile(lambda part: not _has_wildcard(part), PurePosixPath(path).parts)))
     else:
         raise FileNotFoundError(path)
+    is_folder = what == "folder"  # a glob has no files of the folders that it matches
+    links = {name: info for name, info in found.items() if info.get("islink") and (is_folder or not fs.isdir(name))}
+    linked = _behind(fs, links, {os.path.realpath(root)})
+    found = {name: info for name, info in found.items() if name not in links} | linked
     prepared = _prepared(found)
     if path.rstrip("/") in prepared:
         raise UserError(
@@ -208,9 +213,9 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
         and not any(name.startswith(f"{folder}/") for folder in prepared)
     ]
     if what == "glob" and files and not _has_wildcard(PurePosixPath(path).name):
-        return Input(files, [])
+        return Input(_once(files, linked), [])
     known = {*TEXTS, *RECORDS, *(f".{extension.lower().lstrip('.')}" for extension in extensions)}
-    taken = files if "*" in extensions else [file for file in files if file.suffix in known]
+    taken = _once(files if "*" in extensions else [file for file in files if file.suffix in known], linked)
     if not taken:
         raise UserError(
             f"input = {item}: this {what} holds {len(files)} files, none of a known kind "
@@ -218,8 +223,38 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
             "If they are text, name the files themselves, or their extensions in `extensions` (.log; * for any)."
         )
     left_out = [] if "*" in extensions else [file for file in files if file.suffix not in known]
-    taken, other_splits = _of_train(item, path, taken, is_hub="hf" in fs.protocol) if what == "folder" else (taken, [])
+    taken, other_splits = _of_train(item, path, taken, is_hub="hf" in fs.protocol) if is_folder else (taken, [])
     return Input(taken, left_out, other_splits)
+
+
+def _behind(fs: Any, links: dict[str, dict[str, Any]], above: set[str]) -> dict[str, dict[str, Any]]:
+    """Return the files that links of a local folder lead to, by the links' names. above: folders that hold the links,
+    so that a circle ends."""
+    found = dict[str, dict[str, Any]]()
+    for name, info in links.items():
+        target = os.path.realpath(name)
+        if not fs.isdir(name):  # a link to nothing is told when it is read
+            found[name] = fs.info(name) if fs.exists(name) else info | {"type": "file"}
+        elif target not in above:
+            inside = fs.find(name, detail=True)
+            further = {path: each for path, each in inside.items() if each.get("islink")}
+            found |= {path: each for path, each in inside.items() if path not in further}
+            found |= _behind(fs, further, above | {target})
+    return found
+
+
+def _once(files: Sequence[InputFile], linked: Collection[str]) -> list[InputFile]:
+    """Leave out files behind links (`linked`) that are there without, or behind another link."""
+    taken = {os.path.realpath(file.path) for file in files if file.path not in linked} if linked else set()
+    kept = []
+    for file in files:
+        if file.path in linked:
+            target = os.path.realpath(file.path)
+            if target in taken:
+                continue
+            taken.add(target)
+        kept.append(file)
+    return kept
 
 
 def _of_train(item: str, folder: str, files: list[InputFile], is_hub: bool) -> tuple[list[InputFile], list[InputFile]]:
@@ -287,7 +322,8 @@ def file_again(found: Sequence[Any], code: Sequence[CodeFile]) -> InputFile:
 
 def _suffixes(path: str) -> tuple[str, str]:
     """Return (kind, compression) of a path; the query of a URL does not belong to its suffix."""
-    suffixes = [suffix.lower() for suffix in PurePosixPath(path.partition("?")[0]).suffixes]
+    name = path.partition("?")[0] if "://" in path else path
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED_ENDINGS else ""
     return (suffixes[-1] if suffixes else ""), compression
 
