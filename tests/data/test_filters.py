@@ -52,12 +52,13 @@ def test_rules(text: str, keys: dict[str, Any], expected: str) -> None:
 
 def test_urls_and_words_of_a_list(tmp_path: Path) -> None:
     urls, words = tmp_path / "urls", tmp_path / "words"
-    urls.write_text("# a comment\n\nbad.org\nsub.good.org\nhttps://good.org/page\n")
+    urls.write_text("# a comment\n\nBad.org\nsub.good.org\nhttps://good.org/page\n")
     words.write_text("foo bar\nC++\n")
     blocked = {"blocked_urls": str(urls)}
     assert why("x", "https://www.bad.org/a", **blocked) == "URL: domain"
     assert why("x", "https://sub.good.org/a", **blocked) == "URL: subdomain"
-    assert why("x", "https://good.org/page", **blocked) == "URL: url"
+    assert why("x", "https://GOOD.org/page", **blocked) == "URL: url"
+    assert why("x", "https://good.org/Page", **blocked) == ""
     assert why("x", "https://good.org/other", **blocked) == why("x", "", **blocked) == ""
     assert why("of Foo bar, and", blocked_words=words) == why("C++ is", blocked_words=words) == "word"
     assert why("of foo bars", blocked_words=words) == ""

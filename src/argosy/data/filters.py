@@ -12,6 +12,7 @@ memory, and in each run of equal keys all but the first are marked.
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
@@ -140,7 +141,7 @@ def _language(languages: tuple[str, ...], least: float) -> Rule:
 def _urls(path: str) -> Rule:
     module = of_datatrove("filters.url_filter")
     tldextract = imported("tldextract")
-    lines = [] if path == OWN_LISTS else list(_lines("blocked_urls", Path(path)))
+    lines = [] if path == OWN_LISTS else [_with_lower_host(line) for line in _lines("blocked_urls", Path(path))]
     try:
         urls = module.URLFilter(
             extra_domains=[line for line in lines if "/" not in line],
@@ -155,10 +156,15 @@ def _urls(path: str) -> Rule:
     def rule(text: str, url: str) -> str:
         if not url:
             return ""
-        found = urls.filter(document(text="", id="", metadata={"url": url}))
+        found = urls.filter(document(text="", id="", metadata={"url": _with_lower_host(url)}))
         return "" if found is True else f"URL: {found[1].replace('_', ' ')}"
 
     return rule
+
+
+def _with_lower_host(url: str) -> str:
+    """Return a URL, or a domain, as lists have it: names of hosts may be in upper case, paths differ by it."""
+    return re.sub(r"^(\w+://)?[^/?#]*", lambda found: found[0].lower(), url)
 
 
 def _words(path: Path) -> Rule:
