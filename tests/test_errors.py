@@ -13,6 +13,7 @@ from argosy.errors import (
     Interrupted,
     RunFailed,
     UserError,
+    encodable,
     error_of,
     near_names,
     record_of_error,
@@ -70,3 +71,7 @@ def test_names_that_are_given_without_an_order_are_listed_in_one():
     names = {"mellow", "yellow", "fellow", "bellow"}
     assert near_names("ellow", names) == near_names("ellow", sorted(names))
     assert near_names("?", names) == "there are: bellow, fellow, mellow, yellow."
+
+
+def test_text_can_be_encoded() -> None:
+    assert encodable("a\udcffb").encode() == b"a?b"

@@ -28,6 +28,11 @@ def a_kind(value: object) -> str:
     return "null" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
+def encodable(text: str) -> str:
+    """Return text that can be encoded: a lone surrogate, as a file's name may have, becomes a question mark."""
+    return text.encode(errors="replace").decode()
+
+
 def some_of(names: Sequence[object], most: int, others: str = "more") -> str:
     """Return the first of these, at most so many, and how many others there are: "a, b and 3 more"."""
     left = len(names) - most

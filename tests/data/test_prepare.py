@@ -51,7 +51,8 @@ def config(tmp_path: Path, tokenizer_json: Path, small_batches: None) -> Prepare
     folder.mkdir()
     for i, text in enumerate(DOCUMENTS):
         (folder / f"{i:03}.txt").write_text(text)
-    (folder / "099-broken.txt").write_bytes(b"\xff")
+    for name in ("099-broken\udcff.txt", "\udcff.png"):  # names need not be UTF-8
+        (folder / name).write_bytes(b"\xff")
     return PrepareConfig(
         input=(str(folder),),
         out=tmp_path / "out",
@@ -84,6 +85,8 @@ def test_text_comes_back_from_the_shards(config: PrepareConfig) -> None:
     assert sorted(found) == sorted(DOCUMENTS)
     assert manifest.text_bytes("train") + manifest.text_bytes("validation") == sum(len(d.encode()) for d in DOCUMENTS)
     assert manifest.documents("validation") > 5 and len(manifest.splits["train"]) > 3
+    assert manifest.skipped_at["broken UTF-8"][0].endswith("/099-broken?.txt, byte 0")
+    assert manifest.left_out_names[0].endswith("/?.png")
     assert manifest.skipped == {"broken UTF-8": 1} and verify(config.out) == manifest
 
 
@@ -203,7 +206,7 @@ def test_no_validation_if_none_is_wanted(config: PrepareConfig) -> None:
 
 
 def test_input_without_text_is_refused(config: PrepareConfig) -> None:
-    only_broken = (str(Path(config.input[0], "099-broken.txt")),)
+    only_broken = (str(Path(config.input[0], "*-broken*")),)
     with pytest.raises(UserError, match=r"there is no text in it \(skipped: 1 x broken UTF-8; first .*099-broken.*\)"):
         prepare(changed(config, input=only_broken))
     with pytest.raises(UserError, match="there is no text in it"):
@@ -212,7 +215,7 @@ def test_input_without_text_is_refused(config: PrepareConfig) -> None:
 
 @pytest.mark.parametrize("most_bytes", [None, sum(map(len, DOCUMENTS)) * 2])
 def test_broken_input_stops_if_refused(config: PrepareConfig, most_bytes: int | None) -> None:
-    with pytest.raises(UserError, match=r"099-broken\.txt, byte 0: broken UTF-8"):
+    with pytest.raises(UserError, match=r"099-broken.\.txt, byte 0: broken UTF-8"):
         prepare(changed(config, on_bad_input="refuse", max_text_bytes=most_bytes))
 
 

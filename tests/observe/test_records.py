@@ -8,7 +8,6 @@ import pytest
 
 from argosy.observe.records import (
     MOST_LINE_BYTES,
-    encodable,
     evaluation_line,
     event_of,
     node_line,
@@ -55,10 +54,6 @@ def test_an_event_needs_what_it_is_understood_by():
     for wrong in ({"step": "0"}, {"time_s": -1.0}, {"time_s": 1e300}, {"event": 3}):
         assert event_of(start | wrong) is None
     assert event_of({"event": "break", "time_s": 1.0, "why": 3}) == {"event": "break", "time_s": 1.0}
-
-
-def test_text_can_be_encoded():
-    assert encodable("a\udcffb").encode() == b"a?b"
 
 
 def test_seconds_of_an_event_are_a_number_or_left_out() -> None:

@@ -16,7 +16,7 @@ from argosy.data.conversations import Record
 from argosy.data.filters import Filters
 from argosy.data.formats import EMPTY, BadInput, RecordFields, Text, read_file
 from argosy.data.sources import RECORDS, InputFile
-from argosy.errors import UserError
+from argosy.errors import UserError, encodable
 
 DOCUMENTS_PIECE_BYTES = 16 * 2**20
 """Stored bytes of a piece at most: some ten seconds of one core's work, so that little is lost with a worker."""
@@ -108,7 +108,7 @@ class Tally:
         self.skipped[bad.kind] += 1
         known = self.places.get(bad.kind, ())
         if len(known) < PLACES_KEPT:
-            self.places[bad.kind] = (*known, bad.where[:MOST_PLACE_CHARS])
+            self.places[bad.kind] = (*known, encodable(bad.where[:MOST_PLACE_CHARS]))
 
     def __add__(self, other: Tally) -> Tally:
         kinds = self.places | other.places

@@ -35,7 +35,7 @@ from argosy.data.work import LOGS, WORK_FOLDER, PrepareTask, WorkFolder
 from argosy.data.worker import DUPLICATES_OUTPUT, KEYS_OUTPUT, TOKENS_OUTPUT, WORKER_VARIABLE, PrepareJob, Stages
 from argosy.engines.engine import Engine, ProgramJob
 from argosy.engines.table import engine_for_programs
-from argosy.errors import ArgosyWarning, RunFailed, UserError
+from argosy.errors import ArgosyWarning, RunFailed, UserError, encodable
 from argosy.extend.loading import approve, environment
 from argosy.files import MadeFolder, atomic_write, made_folder
 from argosy.plan.hardware.local_machine import cores_here
@@ -129,7 +129,7 @@ def prepare(
             files=end.files,
             files_after_limit=len(found.files) - end.files,
             left_out=len(found.left_out),
-            left_out_names=tuple(file.name for file in found.left_out[:NAMES_KEPT]),
+            left_out_names=tuple(encodable(file.name) for file in found.left_out[:NAMES_KEPT]),
             other_splits=len(found.other_splits),
             truncated=end.before.truncated,
             rows=_row_format(config),

@@ -13,6 +13,8 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from argosy.errors import encodable
+
 Record = dict[str, Any]
 Fit = Callable[[Any], Any]
 """Returns the value, made to fit, or `_UNFIT`."""
@@ -76,11 +78,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def encodable(text: str) -> str:
-    """Return text that can be encoded: a lone surrogate becomes a question mark."""
-    return text.encode(errors="replace").decode()
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from argosy.errors import ArgosyError, UserError, near_names
-from argosy.observe.records import encodable
+from argosy.errors import ArgosyError, UserError, encodable, near_names
 from argosy.watch.columns import STEP_COLUMN, Columns, Floats
 from argosy.watch.metrics_table import Preview, preview
 from argosy.watch.nodes import EnergySoFar

@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from argosy.errors import encodable
 from argosy.files import read_at_most
 from argosy.observe.line_follower import LineFollower
-from argosy.observe.records import encodable, event_of, record_of
+from argosy.observe.records import event_of, record_of
 
 
 def spread_lines(path: Path, size: int, many: int, longest_bytes: int) -> Iterator[bytes]:

@@ -16,11 +16,11 @@ import numpy as np
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
-from argosy.errors import UserError
+from argosy.errors import UserError, encodable
 from argosy.files import RUN_LOCK, is_abandoned, text_at_end
 from argosy.observe.events import from_the_end, plan_since
 from argosy.observe.line_follower import LineFollower
-from argosy.observe.records import Record, encodable, evaluation_line, record_of, report_of, step_line
+from argosy.observe.records import Record, evaluation_line, record_of, report_of, step_line
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
 from argosy.watch.columns import STEP_COLUMN, Columns
