@@ -30,7 +30,24 @@ from tiny import EAGER, run_config, train_in
 corpus, run_dir, *heavy = sys.argv[1:]
 train_in(World(), run_config(Path(corpus), train={"steps": 2}), EAGER, Path(run_dir))
 loaded = [name for name in heavy if name in sys.modules]
+
+from torch._inductor import codecache
+
+def precompile(header, command_line):
+    precompiled.append(header)
+    path = Path(run_dir) / f"{header}.h"
+    Path(f"{path}.gch").touch()
+    return str(path)
+
+precompiled = []
+codecache._precompile_header = precompile
 compiler.load()
+headers = []
+for header in ("a", "a", "b", "a"):
+    codecache._precompile_header.cache_clear()  # as in a new process
+    headers.append(codecache._precompile_header(header, "g++"))
+    if header == "b":
+        (Path(run_dir) / "a.h.gch").unlink()  # /tmp was cleared
 from torch._inductor.cpu_vec_isa import VecAVX2
 isa, library, broken = VecAVX2(), Path(run_dir) / "kept.so", Path(run_dir) / "broken.so"
 shutil.copy(_ctypes.__file__, library)
@@ -64,6 +81,7 @@ print(json.dumps({
     "loaded": loaded,
     "loads": [*loads, isa._probe_load(str(library))],
     "widest": widest,
+    "headers": [precompiled, [Path(path).name for path in headers]],
     "cache": os.environ[compiler.CACHE_DIR],
     "disabled": [getattr(function, "_torchdynamo_disable", False) for function in functions],
 }))
@@ -106,6 +124,10 @@ def test_libraries_that_a_crash_has_cut_off_are_deleted_once_nobody_writes_them(
 
 def test_a_library_that_loads_is_tried_once_and_a_broken_one_each_time(found):
     assert found["loads"] == [True, False, False, True]
+
+
+def test_a_header_is_precompiled_once_for_all_processes_while_it_is_there(found):
+    assert found["headers"] == [["a", "b", "a"], ["a.h", "a.h", "b.h", "a.h"]]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="torch has several sets for x86-64 alone")

@@ -7,12 +7,14 @@ when the compiler is loaded.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,8 @@ CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 """torch's environment variable for it."""
 PROBE_METHOD = "_probe_load"
 """torch's method of a vector instruction set that tries a library; no public name."""
+PRECOMPILE = "_precompile_header"
+"""torch's function that returns a header, with the compiled form beside it; no public name."""
 
 VALID_SETS, SUPPORTED_SETS = "valid_vec_isa_list", "supported_vec_isa_list"
 """torch's function that tries the vector instruction sets, and its list of them; no public names."""
@@ -80,6 +84,12 @@ def varies(*tensors: torch.Tensor) -> None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
+def load_tracer() -> None:
+    """Import the half of the compiler that traces; `load` then takes half as long."""
+    os.environ.setdefault(CACHE_DIR, str(CACHE))  # importing the compiler sets it to a folder of /tmp
+    importlib.import_module("torch._dynamo")
+
+
 def load() -> None:
     """Load the compiler, with what compiling imports; before anything is compiled.
 
@@ -87,8 +97,8 @@ def load() -> None:
     user has set it, says where.
     """
     is_first = not is_loaded()
-    os.environ.setdefault(CACHE_DIR, str(CACHE))  # importing the compiler sets it to a folder of /tmp
-    for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo"):
+    load_tracer()
+    for name in ("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo"):
         importlib.import_module(name)
     # A block tells its dropout which tokens it computes; a graph that recomputes it has them still.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
@@ -102,7 +112,9 @@ def load() -> None:
     if is_first:
         drop_damaged_libraries(Path(os.environ[CACHE_DIR]))
     _keep_probes()
+    _keep_headers()
     _try_few_vector_sets()
+    _look_up_no_names()
     while _outside_graphs:
         _disable(_outside_graphs.pop())
 
@@ -148,6 +160,46 @@ def _keep_probes() -> None:
 
     if probe.__module__ != __name__:
         setattr(VecISA, PROBE_METHOD, kept)
+
+
+def _keep_headers() -> None:
+    """Keep on disk where the precompiled header for a compiler and its flags is.
+
+    torch has g++ preprocess it in each process that compiles, 0.2 s, to see whether a file that it includes has
+    changed. Those are torch's and the compiler's, whose versions stand in for them here.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    precompile = getattr(codecache, PRECOMPILE, None)
+    if precompile is None or precompile.__module__ == __name__:  # another torch, or done
+        return
+
+    @functools.cache
+    def kept(header: str, command_line: str, **command: Any) -> str:
+        about = [torch.__version__, get_compiler_version_info(get_cpp_compiler()), header, command_line]
+        place = Path(os.environ[CACHE_DIR], "headers", hashlib.sha256("\n".join(about).encode()).hexdigest())
+        with suppress(OSError):
+            if Path(f"{(path := place.read_text())}.gch").exists():
+                return path
+        path = precompile(header, command_line, **command)
+        with suppress(OSError):  # half of a path leads nowhere
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(path)
+        return path
+
+    setattr(codecache, PRECOMPILE, kept)
+
+
+def _look_up_no_names() -> None:
+    """Spare torch the parsing of each file that it traces, 0.1 s, for names of functions that only its logs show."""
+    from torch._dynamo import funcname_cache
+
+    def no_names(filename: str) -> None:
+        funcname_cache.cache[filename] = {}
+
+    if "TORCH_LOGS" not in os.environ:
+        funcname_cache._add_file = no_names
 
 
 def _try_few_vector_sets() -> None:

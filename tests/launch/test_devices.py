@@ -114,7 +114,7 @@ def test_what_the_fork_server_does_meanwhile_does_not_hold_up_the_answer(tmp_pat
     monkeypatch.setenv("ANSWERED", str(tmp_path / "answered"))
     with closing(ForkServer("colorsys")) as forks:
         slow, launch = ForkEntry.of(wait_for_file), LaunchConfig(device="cpu", processes=1)
-        assert ask(forks, ResilienceConfig(), launch, 0, meanwhile=slow).count == 1
+        assert ask(forks, ResilienceConfig(), launch, 0, meanwhile=[slow]).count == 1
         (tmp_path / "answered").touch()
         assert forks.fork("later", ForkEntry.of(tell_what_is_loaded), {}).receive()["answer"] == "yes"
 

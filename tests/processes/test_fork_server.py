@@ -84,6 +84,24 @@ def test_what_it_is_prepared_with_is_there_in_what_it_forks_and_in_those_of_the_
     assert fork_server.fork("b", GREET, {}).receive()["colour"] == "greenish"
 
 
+def wait_for_a_word() -> None:
+    """Entry: return once somebody writes to the pipe."""
+    Path(os.environ["PIPE"]).read_text()
+
+
+def test_what_needs_no_preparing_is_forked_between_two_parts_of_it(fork_server, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    fork_server.prepare(ForkEntry.of(wait_for_a_word), {"PIPE": str(pipe)})
+    fork_server.prepare(ForkEntry.of(color), {"PAINT": "green"})
+    late = fork_server.fork("late", GREET, {})
+    now = fork_server.fork("now", GREET, {"COLOUR": "none yet"}, at_once=True)
+    pipe.write_text("go")
+    assert (now.receive()["colour"], late.receive()["colour"]) == ("none yet", "greenish")
+    said = wait_for(fork_server, lambda said: len([m for m in said if m["kind"] == "forked"]) == 2)
+    assert [m["key"] for m in said if m["kind"] == "forked"] == ["now", "late"]
+
+
 def shout() -> None:
     """Entry: print its colour, to both streams."""
     print(os.environ["COLOUR"], flush=True)

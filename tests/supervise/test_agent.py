@@ -55,7 +55,7 @@ class Forks:
     def says_something(self) -> None:
         self._ends[1].send(b"!")
 
-    def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
+    def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str], *, at_once: bool = False) -> Channel:
         ours, theirs = socket.socketpair()
         self.forked[key] = Channel(theirs)
         return Channel(ours)

@@ -39,7 +39,7 @@ class Forks:
         self.ends: dict[str, Channel] = {}
         self.environments: dict[str, Mapping[str, str]] = {}
 
-    def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
+    def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str], *, at_once: bool = False) -> Channel:
         ours, theirs = socket.socketpair()
         self.ends[key], self.environments[key] = Channel(theirs), environment
         return Channel(ours)

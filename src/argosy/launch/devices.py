@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -144,19 +144,19 @@ def ask(
     launch: LaunchConfig,
     planned: int,
     *,
-    meanwhile: ForkEntry | None = None,
+    meanwhile: Sequence[ForkEntry] = (),
 ) -> Devices:
     """Call `find_devices` in a process of `fork_server`, without torch in this one.
 
-    meanwhile: called in the fork server as soon as it has forked that process, and would be idle until there is a plan.
+    meanwhile: called in the fork server once it has forked that process, as it would be idle until there is a plan.
     patience: one that is stopped for heartbeat_timeout_s, or takes longer than first_step_s and SEARCH_S, is replaced.
     Raises: UserError, RunFailed.
     """
     settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned)}
     for _ in range(MOST_TRIES):
         channel = fork_server.fork("devices", ForkEntry.of(tell), settings)
-        if meanwhile is not None:
-            fork_server.prepare(meanwhile, {})
+        for entry in meanwhile:
+            fork_server.prepare(entry, {})
         try:
             limit_s = max(patience.first_step_s, SEARCH_S)
             answer = fork_server.answer("devices", channel, limit_s, patience.heartbeat_timeout_s)

@@ -97,7 +97,7 @@ def _train(
     ):
         progress = Progress(enabled=not quiet)
         began = time.monotonic()
-        find = cache(partial(ask, forks, run.resilience, meanwhile=COMPILER if may_compile(run.plan) else None))
+        find = cache(partial(ask, forks, run.resilience, meanwhile=COMPILER if may_compile(run.plan) else ()))
         with run_folder.settling(run_dir):
             run_folder.check_before_preparing(run_dir, run, partial(devices_of_run, run, find))
             with progress.during("reading the data"):

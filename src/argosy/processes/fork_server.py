@@ -97,7 +97,7 @@ class ForkServer:
         return self._process.channel.fileno()
 
     def prepare(self, entry: ForkEntry, environment: Mapping[str, str]) -> None:
-        """Have it call `entry`, with `environment` added to its own, before it forks anything more.
+        """Have it call `entry`, with `environment` added to its own, before it forks anything more, except `at_once`.
 
         So it imports what its next processes need beside `imports`; one that replaces it does so too.
         """
@@ -120,15 +120,16 @@ class ForkServer:
         with suppress(ChannelClosed):
             self._process.channel.send("take_on", descriptors=list(given.values()), asked=asked)
 
-    def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
+    def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str], *, at_once: bool = False) -> Channel:
         """Ask for a process that calls `entry`, with `environment` added to its own.
 
+        at_once: it needs nothing that `prepare` still has to be called for.
         Returns the asker's end of a channel to it; `channel_to_parent` gives it the other end. `take` tells under its
         `key` what becomes of the request. If the fork server is gone, or dies before it forks, nobody has the other
         end, and `take` says so.
         """
         ours, theirs = socket.socketpair()
-        asked = {"key": key, "entry": astuple(entry), "environment": dict(environment)}
+        asked = {"key": key, "entry": astuple(entry), "environment": dict(environment), "at_once": at_once}
         with theirs, suppress(ChannelClosed):
             self._process.channel.send("fork", descriptors=[theirs.fileno()], asked=asked)
         return Channel(ours)
@@ -215,33 +216,36 @@ def _serve(asker: Channel) -> ForkEntry | None:
     with selectors.DefaultSelector() as selector, suppress(ChannelClosed):
         selector.register(asker, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
+        requests: list[Message] = []
         while os.getppid() == parent:  # another process may still hold the asker's end of the channel
-            for key, _ in selector.select(PARENT_S):
+            for key, _ in selector.select(0 if requests else PARENT_S):
                 if key.fileobj is woken:
                     woken.recv(1 << 12)
                     _tell_ends(asker)
-                    continue
-                requests = asker.take()
-                for number, request in enumerate(requests):
-                    if request["kind"] == "prepare":
-                        _prepare(request["asked"])
-                        continue
-                    if request["kind"] == "take_on":
-                        _take_on(request["asked"], request.get("descriptors", []))
-                        continue
-                    asked, (descriptor,) = request["asked"], request["descriptors"]
-                    pid = fork()
-                    if not pid:
-                        signal.set_wakeup_fd(-1)
-                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                        for descriptor_of_another in _descriptors(requests[number + 1 :]):
-                            os.close(descriptor_of_another)  # or its end would stay open here
-                        asker.forget()
-                        woken.close()
-                        wake.close()
-                        return _become(asked, descriptor)
-                    os.close(descriptor)
-                    asker.send("forked", key=asked["key"], pid=pid)
+                else:
+                    requests += asker.take()
+            if not requests:
+                continue
+            request = requests.pop(next((at for at, each in enumerate(requests) if _is_for_now(each)), 0))
+            if request["kind"] == "prepare":
+                _prepare(request["asked"])
+                continue
+            if request["kind"] == "take_on":
+                _take_on(request["asked"], request.get("descriptors", []))
+                continue
+            asked, (descriptor,) = request["asked"], request["descriptors"]
+            pid = fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor_of_another in _descriptors(requests):
+                    os.close(descriptor_of_another)  # or its end would stay open here
+                asker.forget()
+                woken.close()
+                wake.close()
+                return _become(asked, descriptor)
+            os.close(descriptor)
+            asker.send("forked", key=asked["key"], pid=pid)
     signal.set_wakeup_fd(-1)
     return None
 
@@ -260,6 +264,11 @@ def fork() -> int:
             if time.monotonic() > end:
                 raise
         time.sleep(FORK_AGAIN_S)
+
+
+def _is_for_now(request: Message) -> bool:
+    """Return True for a request that may go before those that came earlier."""
+    return request["kind"] == "take_on" or (request["kind"] == "fork" and request["asked"]["at_once"])
 
 
 def _take_on(asked: Mapping[str, Any], descriptors: Sequence[int]) -> None:

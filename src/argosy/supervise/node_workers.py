@@ -38,8 +38,9 @@ WORKER_ENTRY = ForkEntry(WORKER_MODULE)
 """A worker process."""
 WORKERS_IMPORTS = ForkEntry("argosy.parallel.apply", "load")
 """Imports what the workers of a plan need beside `WORKER_ENTRY`."""
-COMPILER = ForkEntry("argosy.compiler", "load")
-"""The part of that which takes as long as torch, and which nearly every plan needs: known before there is a plan."""
+COMPILER = (ForkEntry("argosy.compiler", "load_tracer"), ForkEntry("argosy.compiler", "load"))
+"""The part of that which takes as long as torch, and which nearly every plan needs: known before there is a plan. In
+two halves, so that the node health check is forked between them."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
 NEWCOMERS_EVERY_S = 0.5
