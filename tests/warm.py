@@ -57,7 +57,7 @@ class WarmChild(Child):
             self._process = cast("subprocess.Popen[bytes]", _Forked(None, pid))
             return
         is_of_run = module == COORDINATOR or (module, arguments) == (fork_server.__name__, (WORKER_MODULE,))
-        is_forked = is_of_run or module == PREPARE or (module == WRITER and os.getpid() == _Server.asker_of_writers)
+        is_forked = is_of_run or module == PREPARE or (module == WRITER and os.getpid() == _Server.client_of_writers)
         # A test may have another program started in Python's place.
         if _Server.is_starting or sys.executable != PYTHON or not is_forked:
             outputs = {"stdout": stdout, "stderr": stderr}
@@ -79,7 +79,7 @@ class _Server:
     """True while one is started, which is a child itself."""
     is_in_command = False
     """True in a forked command, which has imported all and starts by forking one."""
-    asker_of_writers = 0
+    client_of_writers = 0
     """The process that called `fork_writers`, and not one that was forked from it meanwhile."""
 
     @classmethod
@@ -230,7 +230,7 @@ def _asked(
     module: str, words: Sequence[str], folder: Path, variables: Mapping[str, str], passed: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return what a forked process is to be. passed: numbers of the descriptors that it gets over its channel."""
-    of_process = {"folder": str(folder), "variables": dict(variables), "passed": list(passed), "asker": os.getpid()}
+    of_process = {"folder": str(folder), "variables": dict(variables), "passed": list(passed), "client": os.getpid()}
     return {"module": module, "words": list(words), **of_process}
 
 
@@ -260,7 +260,7 @@ def fork_writers(from_here: bool) -> None:
     from argosy.checkpoint import save  # it imports torch, which a server of writers does without
 
     save.Child = WarmChild  # type: ignore[attr-defined]
-    _Server.asker_of_writers = os.getpid()
+    _Server.client_of_writers = os.getpid()
     if from_here:
         _Server.is_in_command = True
         _Server.of(WRITER)
@@ -279,10 +279,10 @@ def imported() -> None:
 def become() -> None:
     """Be the process that was asked for, with its environment, folder and words."""
     asked, channel = json.loads(os.environ[ASKED]), int(os.environ[CHANNEL])
-    asker = asked["asker"]
+    client = asked["client"]
     os.environ.clear()
     os.environ |= asked["variables"]
-    os.getppid = lambda: asker if process_state(asker) not in ("", "Z") else 1  # as of one that the asker started
+    os.getppid = lambda: client if process_state(client) not in ("", "Z") else 1  # as of one that the client started
     faults.arm(os.environ.get(faults.FAULTS_VARIABLE, ""))  # as on its import
     os.chdir(asked["folder"])
     os.setsid()
@@ -295,7 +295,7 @@ def become() -> None:
         with socket.socket(fileno=os.dup(channel)) as passing:
             (descriptor,) = socket.recv_fds(passing, 1, 1)[1]
         os.dup2(descriptor, number)
-    os.environ |= {CHANNEL: str(channel), PARENT: str(asker)}
+    os.environ |= {CHANNEL: str(channel), PARENT: str(client)}
     ForkEntry(asked["module"]).resolve()()
 
 

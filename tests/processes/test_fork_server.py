@@ -21,7 +21,7 @@ from waiting import wait_until
 
 
 def greet() -> None:
-    """Entry: say who it is, and echo what it hears until the asker is gone."""
+    """Entry: say who it is, and echo what it hears until the client is gone."""
     parent = channel_to_parent()
     parent.send("hello", pid=os.getpid(), colour=os.environ["COLOUR"], imported="colorsys" in sys.modules)
     while True:
@@ -165,7 +165,7 @@ def test_it_tells_how_each_of_them_ended(fork_server):
         channels[0].receive()
 
 
-def test_processes_of_a_killed_fork_server_still_talk_to_their_asker(fork_server):
+def test_processes_of_a_killed_fork_server_still_talk_to_their_client(fork_server):
     channel = fork_server.fork("a", GREET, {"COLOUR": "red"})
     channel.receive()
     os.kill(fork_server.pid, signal.SIGKILL)
@@ -237,14 +237,14 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("when", ["while it imports", "while it waits", "in a burst", "while a fork of it lives"])
-def test_it_ends_soon_after_its_asker_was_killed_and_takes_no_time_until_then(when):
+def test_it_ends_soon_after_its_client_was_killed_and_takes_no_time_until_then(when):
     command = [sys.executable, "-c", ASK, str(Path(__file__).parents[1]), when]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    ) as asker:
-        assert asker.stdout is not None
-        forks, _ = int(asker.stdout.readline()), asker.stdout.readline()
-        asker.kill()
+    ) as client:
+        assert client.stdout is not None
+        forks, _ = int(client.stdout.readline()), client.stdout.readline()
+        client.kill()
     end_s, ticks = time.monotonic() + 30, 0  # before the fork that lives has ended
     try:
         while (found := cpu_ticks(forks)) is not None:
@@ -253,7 +253,7 @@ def test_it_ends_soon_after_its_asker_was_killed_and_takes_no_time_until_then(wh
             time.sleep(0.05)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(asker.pid, signal.SIGKILL)
+            os.killpg(client.pid, signal.SIGKILL)
     assert ticks < os.sysconf("SC_CLK_TCK"), "a second of computing, to do nothing"
 
 

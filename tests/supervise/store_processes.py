@@ -12,11 +12,11 @@ from argosy.processes.fork_server import STORE_HOST
 
 def stop_the_first_time() -> None:
     """ForkEntry: the host is a file, which the first process leaves before it stops."""
-    asker, flag = channel_to_parent(), Path(os.environ[STORE_HOST])
+    client, flag = channel_to_parent(), Path(os.environ[STORE_HOST])
     if not flag.exists():
         flag.touch()
         os.kill(os.getpid(), signal.SIGSTOP)
-    asker.send("store", port=7)
+    client.send("store", port=7)
 
 
 def die() -> None:

@@ -104,7 +104,7 @@ def test_a_store_that_cannot_be_opened_ends_the_run(forks, monkeypatch):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_store_is_held_at_an_address_of_either_kind(host, monkeypatch):
-    class Asker:
+    class Client:
         def send(self, kind: str, port: int) -> None:
             TCPStore(host, port, is_master=False, wait_for_workers=False).set("key", "value")
 
@@ -113,7 +113,7 @@ def test_a_store_is_held_at_an_address_of_either_kind(host, monkeypatch):
 
     if ":" in host and not IPV6_INTERFACES.exists():
         pytest.skip("needs IPv6")
-    monkeypatch.setattr(world, "channel_to_parent", Asker)
+    monkeypatch.setattr(world, "channel_to_parent", Client)
     monkeypatch.setenv(STORE_HOST, host)
     world.hold_store()
     assert _interface_of(host) == "lo"

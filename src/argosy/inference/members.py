@@ -184,13 +184,13 @@ def _request(source: SomeModel, plan: Plan, scored: EvaluateRequest | TaskReques
 
 
 class Inbox:
-    """The messages of the asker, read by a thread, which ends this process once the asker is gone."""
+    """The messages of the client, read by a thread, which ends this process once the client is gone."""
 
-    def __init__(self, asker: Channel):
-        self._asker = asker
+    def __init__(self, client: Channel):
+        self._client = client
         self._waiting = queue.SimpleQueue[Message]()
         self._stopped = set[int]()
-        threading.Thread(target=self._listen, name="argosy-asker", daemon=True).start()
+        threading.Thread(target=self._listen, name="argosy-client", daemon=True).start()
 
     def next(self) -> Message:
         """Return the next request, however long it takes to come. Of those before, nobody asks any more."""
@@ -199,13 +199,13 @@ class Inbox:
         return message
 
     def is_stopped(self, number: int) -> bool:
-        """True once the asker has no more use for the request of this number."""
+        """True once the client has no more use for the request of this number."""
         return number in self._stopped
 
     def _listen(self) -> None:
         try:
             while True:
-                message = self._asker.receive()
+                message = self._client.receive()
                 if message["kind"] == "stop":
                     self._stopped.add(message["number"])
                 else:
@@ -215,26 +215,26 @@ class Inbox:
 
 
 def main() -> None:
-    """Run in each member: load a part of the model, and answer requests until the asker is gone."""
+    """Run in each member: load a part of the model, and answer requests until the client is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that asked decides
-    asker = channel_to_parent(math.inf)
-    inbox = Inbox(asker)
-    with failure_told(asker):
-        asked: LoadRequest = decode(inbox.next()["data"][0], LoadRequest, "the asker")
+    client = channel_to_parent(math.inf)
+    inbox = Inbox(client)
+    with failure_told(client):
+        asked: LoadRequest = decode(inbox.next()["data"][0], LoadRequest, "the client")
         world = join_world(LaunchConfig(timeout_s=asked.timeout_s))
-        source = open_model(asked.place, check=lambda checkpoint: None)  # the asker has read it back
+        source = open_model(asked.place, check=lambda checkpoint: None)  # the client has read it back
         if asked.scored is not None:
             scores = asked.scored.score(source, asked.plan, world)
             if world.is_first:
-                asker.send("scored", score=to_text(scores, asked.scored.kind))
-            inbox.next()  # there is nothing more: the asker ends this process
+                client.send("scored", score=to_text(scores, asked.scored.kind))
+            inbox.next()  # there is nothing more: the client ends this process
         model = RankModel(source, asked.plan, world)
-        asker.send("loaded")
+        client.send("loaded")
         while True:
-            _answer(inbox, asker, model, world)
+            _answer(inbox, client, model, world)
 
 
-def _answer(inbox: Inbox, asker: Channel, model: RankModel, world: World) -> None:
+def _answer(inbox: Inbox, client: Channel, model: RankModel, world: World) -> None:
     """Compute the next request with the other members."""
     message = inbox.next()
     number = message["number"]
@@ -243,11 +243,11 @@ def _answer(inbox: Inbox, asker: Channel, model: RankModel, world: World) -> Non
         found = model.logits(tokens)
         if found is not None and len(found):
             first = model.rows_of(model.dp_rank, len(tokens)).start
-            asker.send("logits", number=number, first=first, data=[found.cpu().contiguous().numpy().data.cast("B")])
+            client.send("logits", number=number, first=first, data=[found.cpu().contiguous().numpy().data.cast("B")])
         return
-    asked: SampleRequest = decode(message["data"][0], SampleRequest, "the asker")
+    asked: SampleRequest = decode(message["data"][0], SampleRequest, "the client")
     for told in model.sample(asked, lambda: inbox.is_stopped(number)):
         if world.is_first:
-            asker.send("tokens", number=number, tokens=told)
+            client.send("tokens", number=number, tokens=told)
     if world.is_first:
-        asker.send("sampled", number=number)
+        client.send("sampled", number=number)

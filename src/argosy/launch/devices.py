@@ -125,17 +125,17 @@ def devices_of_run(run: RunConfig, find: Callable[[LaunchConfig, int], Devices] 
 
 
 def tell() -> None:
-    """Send the asker the result of `find_devices`. Entry of a process that is forked where the asker has no torch."""
-    asker = channel_to_parent()
+    """Send the client the result of `find_devices`. Entry of a process that is forked where the client has no torch."""
+    client = channel_to_parent()
     launch = LaunchConfig.model_validate_json(os.environ[LAUNCH])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             devices = find_devices(launch, None, int(os.environ[PLANNED]))
         except UserError as error:
-            asker.send("refused", text=str(error))
+            client.send("refused", text=str(error))
             return
-    asker.send("found", devices=asdict(devices), warned=[str(w.message) for w in warned])
+    client.send("found", devices=asdict(devices), warned=[str(w.message) for w in warned])
 
 
 def ask(

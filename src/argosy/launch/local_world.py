@@ -153,10 +153,10 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def failure_told(asker: Channel) -> Iterator[None]:
-    """Tell the asker of an error in this block, and end this process: before the others can lose their connections."""
+def failure_told(client: Channel) -> Iterator[None]:
+    """Tell the client of an error in this block, and end this process: before the others can lose their connections."""
     try:
         yield
     except Exception as error:
-        asker.send(FAILED, error=to_text(ErrorRecord.of(error), ErrorRecord), at_s=time.monotonic())
+        client.send(FAILED, error=to_text(ErrorRecord.of(error), ErrorRecord), at_s=time.monotonic())
         sys.exit(1)

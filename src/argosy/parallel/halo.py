@@ -113,9 +113,9 @@ class _WithHalos(torch.autograd.Function):
     def forward(ctx: Any, x_BTX: Tensor, group: dist.ProcessGroup, window: int) -> Tensor:
         rank, size, chunk = group.rank(), group.size(), x_BTX.shape[1] // 2
         ctx.way = group, chunk, window
-        # What each rank asks of each: [asker][owner].
-        asked = [_by_owner(halos(asker, size, chunk, window), size) for asker in range(size)]
-        sent = [_take(x_BTX, asked[asker][rank]) for asker in range(size)]
+        # What each rank asks of each: [receiver][owner].
+        asked = [_by_owner(halos(receiver, size, chunk, window), size) for receiver in range(size)]
+        sent = [_take(x_BTX, asked[receiver][rank]) for receiver in range(size)]
         received = _all_to_all(sent, [_length(parts) for parts in asked[rank]], group)
         pieces = {part: piece for owner, x in enumerate(received) for part, piece in _cut(x, asked[rank][owner])}
         parts = []
@@ -127,7 +127,7 @@ class _WithHalos(torch.autograd.Function):
     def backward(ctx: Any, grad_BMX: Tensor) -> tuple[Tensor, None, None]:
         group, chunk, window = ctx.way
         rank, size = group.rank(), group.size()
-        asked = [_by_owner(halos(asker, size, chunk, window), size) for asker in range(size)]
+        asked = [_by_owner(halos(receiver, size, chunk, window), size) for receiver in range(size)]
         own, gradients, at = [], {}, 0
         for halo in halos(rank, size, chunk, window):
             for part, piece in _cut(grad_BMX[:, at:], halo):
@@ -137,9 +137,9 @@ class _WithHalos(torch.autograd.Function):
             at += chunk
         total, empty = torch.cat(own, 1), grad_BMX[:, :0]
         sent = [torch.cat([empty, *(gradients[part] for part in parts)], 1) for parts in asked[rank]]
-        received = _all_to_all(sent, [_length(asked[asker][rank]) for asker in range(size)], group)
-        for asker, x in enumerate(received):
-            for part, piece in _cut(x, asked[asker][rank]):
+        received = _all_to_all(sent, [_length(asked[receiver][rank]) for receiver in range(size)], group)
+        for receiver, x in enumerate(received):
+            for part, piece in _cut(x, asked[receiver][rank]):
                 total[:, part.start : part.stop] += piece
         return total, None, None
 

@@ -429,15 +429,15 @@ def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:
 
 
 def hold_store() -> None:
-    """Hold torch's rendezvous store on a free port of `STORE_HOST`: send the asker the port, and end when it closes the
-    channel. Entry of a forked process."""
-    asker, host = channel_to_parent(), os.environ[STORE_HOST]
+    """Hold torch's rendezvous store on a free port of `STORE_HOST`: send the client the port, and end when it closes
+    the channel. Entry of a forked process."""
+    client, host = channel_to_parent(), os.environ[STORE_HOST]
     with listener_of((host, 0), BACKLOG) as listener:
         port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())  # which the store closes
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     with suppress(ChannelClosed):
-        asker.send("store", port=store.port)
-        asker.receive()
+        client.send("store", port=store.port)
+        client.receive()
 
 
 def _device(launch: LaunchConfig) -> torch.device:

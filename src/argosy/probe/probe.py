@@ -267,12 +267,12 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
 def main() -> None:
     """Run in each process that `probe_here` starts: measure, send the result, and end with the process that asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that asked decides
-    asker = channel_to_parent()
-    asked: ProbeRequest = decode(asker.receive()["data"][0], ProbeRequest, "the probe")
-    end_with_parent(asker)
-    with failure_told(asker):
+    client = channel_to_parent()
+    asked: ProbeRequest = decode(client.receive()["data"][0], ProbeRequest, "the probe")
+    end_with_parent(client)
+    with failure_told(client):
         cluster = measure(asked, join_world(asked.run.launch))
-    asker.send("measured", cluster=cluster.model_dump_json())
+    client.send("measured", cluster=cluster.model_dump_json())
     leave_world()
 
 

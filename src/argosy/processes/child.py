@@ -212,7 +212,7 @@ STDERR = 2
 
 @dataclass(frozen=True)
 class ForkEntry:
-    """The function that a forked process calls, by name: the asker need not be able to import it.
+    """The function that a forked process calls, by name: the client need not be able to import it.
 
     A test resolves every entry of the package.
     """

@@ -5,8 +5,8 @@ imports it once and then only forks. It computes nothing and starts no thread, s
 process.
 
 Not `multiprocessing.forkserver`: that one runs the caller's `__main__` in each process, gives them all the same
-environment, leaves them alive when their asker is killed, and reports exit code 255 for all once it is killed itself.
-Here each process has an environment of its own and a channel that closes with its asker, and a killed fork server is
+environment, leaves them alive when their client is killed, and reports exit code 255 for all once it is killed itself.
+Here each process has an environment of its own and a channel that closes with its client, and a killed fork server is
 noticed and replaced.
 """
 
@@ -66,7 +66,7 @@ class Unanswered(Exception):
 
 
 class ForkServer:
-    """The asker's side: `fork` asks for processes, `take` tells which were forked and which have ended."""
+    """The client's side: `fork` asks for processes, `take` tells which were forked and which have ended."""
 
     def __init__(self, imports: str, stdout: int | None = None, stderr: int | None = None):
         """Return at once; forking waits for the import.
@@ -111,7 +111,7 @@ class ForkServer:
     def take_on(self, stdout: int | None, stderr: int | None) -> None:
         """Have it print to these descriptors, with what this process has put into its environment since `__init__`.
 
-        For one that was started before its asker knew them.
+        For one that was started before its client knew them.
         """
         changed = {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
         self._stdout, self._stderr, self._environment = stdout, stderr, dict(os.environ)
@@ -124,7 +124,7 @@ class ForkServer:
         """Ask for a process that calls `entry`, with `environment` added to its own.
 
         at_once: it needs nothing that `prepare` still has to be called for.
-        Returns the asker's end of a channel to it; `channel_to_parent` gives it the other end. `take` tells under its
+        Returns the client's end of a channel to it; `channel_to_parent` gives it the other end. `take` tells under its
         `key` what becomes of the request. If the fork server is gone, or dies before it forks, nobody has the other
         end, and `take` says so.
         """
@@ -172,15 +172,15 @@ class ForkServer:
 
 
 def main() -> None:
-    """`python -m argosy.processes.fork_server MODULE`: serve until the asker is gone."""
-    asker = channel_to_parent()
+    """`python -m argosy.processes.fork_server MODULE`: serve until the client is gone."""
+    client = channel_to_parent()
     os.environ.setdefault(NVML_CHECK, "1")
     gc.disable()  # an eighth of what imports take is looking for garbage, which they hardly leave
     importlib.import_module(sys.argv[1])
     gc.freeze()  # what is here stays here: a collection in a forked process would copy all of its pages
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a terminal or SLURM sends them to all
-    entry = _serve(asker)
+    entry = _serve(client)
     if entry is not None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -205,8 +205,8 @@ def _call_and_exit(entry: ForkEntry) -> NoReturn:
     os._exit(exit_code if isinstance(exit_code, int) else int(exit_code is not None))
 
 
-def _serve(asker: Channel) -> ForkEntry | None:
-    """Fork on request. Return the entry in the forked process, and None in the fork server once the asker is gone."""
+def _serve(client: Channel) -> ForkEntry | None:
+    """Fork on request. Return the entry in the forked process, and None in the fork server once the client is gone."""
     woken, wake = socket.socketpair()
     for end in (woken, wake):
         end.setblocking(False)
@@ -214,16 +214,16 @@ def _serve(asker: Channel) -> ForkEntry | None:
     signal.set_wakeup_fd(wake.fileno())
     parent = int(os.environ[PARENT])
     with selectors.DefaultSelector() as selector, suppress(ChannelClosed):
-        selector.register(asker, selectors.EVENT_READ)
+        selector.register(client, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
         requests: list[Message] = []
-        while os.getppid() == parent:  # another process may still hold the asker's end of the channel
+        while os.getppid() == parent:  # another process may still hold the client's end of the channel
             for key, _ in selector.select(0 if requests else PARENT_S):
                 if key.fileobj is woken:
                     woken.recv(1 << 12)
-                    _tell_ends(asker)
+                    _tell_ends(client)
                 else:
-                    requests += asker.take()
+                    requests += client.take()
             if not requests:
                 continue
             request = requests.pop(next((at for at, each in enumerate(requests) if _is_for_now(each)), 0))
@@ -240,12 +240,12 @@ def _serve(asker: Channel) -> ForkEntry | None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for descriptor_of_another in _descriptors(requests):
                     os.close(descriptor_of_another)  # or its end would stay open here
-                asker.forget()
+                client.forget()
                 woken.close()
                 wake.close()
                 return _become(asked, descriptor)
             os.close(descriptor)
-            asker.send("forked", key=asked["key"], pid=pid)
+            client.send("forked", key=asked["key"], pid=pid)
     signal.set_wakeup_fd(-1)
     return None
 
@@ -291,16 +291,16 @@ def _descriptors(requests: Sequence[Message]) -> list[int]:
 def _become(asked: Mapping[str, Any], descriptor: int) -> ForkEntry:
     """Take on what was asked for, in the forked process."""
     gc.enable()
-    del os.environ[PARENT]  # it belongs to the asker, not to the fork server or to that one's parent
+    del os.environ[PARENT]  # it belongs to the client, not to the fork server or to that one's parent
     os.environ |= {**asked["environment"], CHANNEL: str(descriptor)}
     return ForkEntry(*asked["entry"])
 
 
-def _tell_ends(asker: Channel) -> None:
+def _tell_ends(client: Channel) -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
-            asker.send("ended", pid=pid, exit_code=os.waitstatus_to_exitcode(status))
+            client.send("ended", pid=pid, exit_code=os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ class UnitResult:
 
 
 def main() -> None:
-    """Check this node, tell the asker, and end. Entry of the forked process."""
-    asker, asked = channel_to_parent(), NodeCheckRequest.read()
+    """Check this node, tell the client, and end. Entry of the forked process."""
+    client, asked = channel_to_parent(), NodeCheckRequest.read()
     torch.set_num_threads(1)  # of each of the threads to come
     began_s = time.monotonic()
     try:
@@ -100,7 +100,7 @@ def main() -> None:
         text = f"{type(problem).__name__}: {problem}"
         wrong = (WrongResult("node", "node_check", text),) if broken else ()
         health = Health(wrong, {}, round(time.monotonic() - began_s, 3), "" if broken else text)
-    asker.send("node_checked", health=asdict(health))
+    client.send("node_checked", health=asdict(health))
 
 
 def units(gpus: int) -> list[ComputeUnit]:

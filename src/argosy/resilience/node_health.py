@@ -1,4 +1,4 @@
-"""Node health: the result of a node health check, and the asker's side of the process that runs it.
+"""Node health: the result of a node health check, and the client's side of the process that runs it.
 
 The check itself (`resilience.node_check`) needs torch and every core of the machine, and may die of the fault that it
 is looking for: it runs in a process of its own.
@@ -83,7 +83,7 @@ class Health:
 
 
 class NodeCheck:
-    """A process that checks this node. The fork server tells the asker of its start and end."""
+    """A process that checks this node. The fork server tells the client of its start and end."""
 
     def __init__(self, fork_server: ForkServer, request: NodeCheckRequest, environment: Mapping[str, str]):
         """`environment` is added to the process's own."""
