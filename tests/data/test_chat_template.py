@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ FORGETFUL = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}
 """
+ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<|end|>", "<|user|>", "<|observation|>")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TALK = [
     {"role": "system", "content": "Add. "},
@@ -59,7 +61,7 @@ TALK = [
 
 def answers(text: str, messages: list[dict[str, Any]]) -> tuple[str, list[str]]:
     template = ChatTemplate(text, SPECIAL, "chat_template.jinja")
-    found = template.conversation(Conversation(messages), lambda _: True)
+    found = template.conversation(Conversation(messages), ENDS)
     return found.text, [found.text[begin:end] for begin, end in found.answers]
 
 
@@ -90,7 +92,7 @@ def test_text_and_masks_are_those_of_transformers(tokenizer_json: Path, tmp_path
     expected = theirs.apply_chat_template(
         TALK, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
     )
-    found = ChatTemplate(marked, {}, "template").conversation(Conversation(TALK), lambda _: False)
+    found = ChatTemplate(marked, {}, "template").conversation(Conversation(TALK))
     assert found.text == theirs.apply_chat_template(TALK, chat_template=marked, tokenize=False)
     part = {"text": found.text, "answers": found.answers, "cuts": [], "marks": 0}
     words = ChatEncoder(tmp_path / TOKENIZER, 1000, 0.0).encode([json.dumps([part])]).tokens
@@ -116,7 +118,7 @@ def test_tools_reach_the_template() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     record = {"messages": [TALK[1], call, {"role": "tool", "content": "2"}, TALK[2]], "tools": tools}
     (conversation,) = conversations_of(record, "sft")
-    found = ChatTemplate(text, {}, "template").conversation(conversation, lambda _: False)
+    found = ChatTemplate(text, {}, "template").conversation(conversation)
     first, second = (found.text[begin:end] for begin, end in found.answers)
     assert json.loads(first.removesuffix("<|im_end|>")) == call["tool_calls"]
     assert second == "It is 2.<|im_end|>"
@@ -138,7 +140,11 @@ def test_arguments_of_calls_may_be_json_as_in_openais_api(said: str, shown: str)
 @pytest.mark.parametrize(
     ("text", "messages", "kind"),
     [
-        (FORGETFUL, TALK, UNSHOWN_ANSWERS),
+        (
+            FORGETFUL.replace("message['content'] +", "(message['content'] if loop.last else '') +"),
+            TALK,
+            UNSHOWN_ANSWERS,
+        ),
         ("{% for m in messages %}{{ m['content'][:3] }}{% endfor %}", TALK, UNSHOWN_ANSWERS),
         (CHATML.replace(UNMARK, "").replace(MARK, MARK + UNMARK), TALK, UNSHOWN_ANSWERS),
         (CHATML, [TALK[1], {**TALK[2], "tool_calls": [{"function": {"name": "add"}}]}], UNSHOWN_ANSWERS),
@@ -161,8 +167,54 @@ PHI_3 = """{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] +
 def test_what_ends_the_whole_text_may_follow_the_last_answer_alone() -> None:
     text, found = answers(PHI_3, TALK)
     assert [answer.strip() for answer in found] == ["It is 2.<|end|>", "It is 4 — fünf minus 1.<|end|>\n</s>"]
-    cuts = ChatTemplate(PHI_3, SPECIAL, "").conversation(Conversation(TALK), lambda _: True).cuts
-    assert cuts == [text.index("<|end|>\n<|user|>\nAnd") + len("<|end|>\n"), len(text)]
+    cuts = ChatTemplate(PHI_3, SPECIAL, "").conversation(Conversation(TALK), ENDS).cuts
+    assert cuts == [text.index("<|end|>\n<|user|>\nAnd") + len("<|end|>"), len(text)]
+
+
+def test_an_answer_is_learned_as_it_is_written_when_it_is_the_last() -> None:
+    text, found = answers(FORGETFUL, TALK)
+    assert found == ["<think></think>It is 2.<|im_end|>", "<think></think>It is 4 — fünf minus 1.<|im_end|>"]
+    template = ChatTemplate(FORGETFUL, {}, "")
+    shown = template.render(TALK)
+    assert text == shown.replace("It is 2.", "<think></think>It is 2.")
+    pair = template.conversation(Conversation(TALK, prompt=4), ENDS)  # what is only read stays as the template has it
+    assert (pair.text, len(pair.answers), pair.cuts) == (shown, 1, [len(shown)])
+
+
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+REASONED = {**TALK[2], "content": "<think>\n1, 2\n</think>\n\nIt is 2."}
+REASONS = [TALK[1], REASONED, TALK[3], {**TALK[4], "reasoning": "1, 2"}]
+CALLS = [*TALK[:2], CALL, {"role": "tool", "content": "2"}, *TALK[2:4], CALL, {"role": "tool", "content": "4"}, TALK[4]]
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "several"),
+    [
+        ("qwen3", "", (TALK, REASONS, CALLS)),
+        ("qwen3_5_think", "<think>\n", (TALK, REASONS, CALLS)),
+        ("qwen3_5_nothink", "<think>\n\n</think>\n\n", (TALK, CALLS)),
+        ("deepseek_r1_distill", "<think>\n", (TALK, REASONS)),
+        ("glm4moe", "", (TALK, [TALK[1], REASONED], CALLS)),
+    ],
+    ids=["qwen3", "qwen3.5", "qwen3.5 without reasoning", "r1", "glm"],
+)
+def test_answers_are_those_of_the_templates_that_trl_has_for_training(
+    name: str, opened: str, several: tuple[list[dict[str, Any]], ...]
+) -> None:
+    trl = importlib.util.find_spec("trl")
+    if trl is None or trl.origin is None:
+        pytest.skip("trl brings the templates")
+    folder = Path(trl.origin).parent / "chat_templates"
+    ours, theirs = (ChatTemplate((folder / f"{n}.jinja").read_text(), SPECIAL, n) for n in (name, f"{name}_training"))
+    for messages in several:
+        (said,) = conversations_of({"messages": messages, "tools": [{"function": {"name": "add"}}]}, "sft")
+        found, expected = ours.conversation(said, ENDS), theirs.conversation(said)
+        assert found.text == expected.text
+        parts = [expected.text[begin:end].removeprefix("<｜Assistant｜>") for begin, end in expected.answers]
+        assert [found.text[begin:end] for begin, end in found.answers] == [
+            part.removeprefix(opened).rstrip("\n")  # what the prompt opens is given, and needs no learning
+            for part in parts
+        ]
 
 
 def test_a_message_may_be_marked_in_parts() -> None:

@@ -53,22 +53,19 @@ class ChatDocuments:
         """folder: prepared data, with tokenizer.json and the files beside it. Raises: UserError without a template."""
         self._template = ChatTemplate.load(folder, config.chat_template)
         self._objective = config.objective or ""
-        self._seq_len = config.seq_len
         engine = HuggingFaceTokenizer.from_file(str(folder / TOKENIZER))
         self._special = [t.content for t in engine.get_added_tokens_decoder().values() if t.special]
 
     def __call__(self, record: Record) -> str:
         """Return the document. Raises: BadRecord."""
-        return json.dumps([self._part(each) for each in conversations_of(record, self._objective)])
+        parts = [self._part(each) for each in conversations_of(record, self._objective)]
+        return json.dumps(parts, ensure_ascii=False)  # half of a surrogate pair fails where it is encoded
 
     def _part(self, conversation: Any) -> dict[str, Any]:
         check_spelling(conversation.messages, self._special, conversation.tools)
-        found: RenderedConversation = self._template.conversation(conversation, self._may_be_long)
+        found: RenderedConversation = self._template.conversation(conversation, self._special)
         marks = REJECTED_BIT if conversation.is_rejected else 0
         return {"text": found.text, "answers": found.answers, "cuts": found.cuts, "marks": marks}
-
-    def _may_be_long(self, text: str) -> bool:
-        return len(text.encode()) > self._seq_len  # a token has one byte at least
 
 
 class ChatEncoder:

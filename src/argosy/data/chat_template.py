@@ -2,8 +2,10 @@
 
 The answers are what the template marks by `{% generation %}`. Most templates mark nothing; then an answer is what a
 conversation has more than its prompt: the text up to and with message i, less the text up to message i with the
-opening of an answer after it. That is checked: each must be the beginning of the next, and the difference must hold
-what the message says. A conversation in which either way does not find all answers is refused.
+opening of an answer after it. Some templates write an answer in another way when others follow, mostly without its
+reasoning. What is learned is what the model is to write, so such an answer is put into the text as the template writes
+it when it is the last, as TRL's templates for training and LLaMA-Factory do. Each way is checked: the difference must
+hold what the message says. A conversation in which no way finds all answers is refused.
 
 A template comes with a model from somewhere, so it runs in jinja2's sandbox, sees plain JSON and nothing else.
 """
@@ -33,8 +35,8 @@ BEGIN_ANSWER, END_ANSWER = "\ufdd0", "\ufdd1"
 """Marks of an answer in rendered text: two of Unicode's noncharacters, which no text has."""
 SOME_ANSWER = "\ufdd2"
 """Stands for an answer where the template is asked how one ends: another noncharacter."""
-END_OF_REASONING = "</think>"
-"""The mark that models write between their reasoning and the answer."""
+BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
+"""The marks that models write around their reasoning."""
 TODAY = date(2024, 7, 26)
 """The date that templates see, so that the same data come out on any day: the one that Llama 3.1's falls back to."""
 
@@ -107,71 +109,134 @@ class ChatTemplate:
         """Return the text that ends an answer; empty if nothing follows one. special: tokens. Raises: BadRecord."""
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SOME_ANSWER}]
         tail = self.render(said).rpartition(SOME_ANSWER)[2].strip()
-        first = [token for token in special if tail.startswith(token)]
-        return max(first, key=len, default=tail.partition("\n")[0])
+        if not tail:  # GLM's ends with what begins the next message
+            return _first_of(special, self._after_answer("user"))
+        return _first_of(special, tail) or tail.partition("\n")[0]
 
-    def conversation(self, conversation: Conversation, needs_cuts: Callable[[str], bool]) -> RenderedConversation:
+    def conversation(self, conversation: Conversation, special: Collection[str] = ()) -> RenderedConversation:
         """Return the text of a conversation and its answers. Raises: BadRecord if they are not found.
 
-        needs_cuts(text): True if the text may have to be cut.
+        special: tokens that may end an answer.
         """
         messages, tools = conversation.messages, conversation.tools
-        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (BEGIN_ANSWER, END_ANSWER)):
-            raise BadRecord(UNSHOWN_ANSWERS, "a message holds the characters U+FDD0 or U+FDD1")
+        said = json.dumps(messages, ensure_ascii=False, default=str)
+        if any(mark in said for mark in (BEGIN_ANSWER, END_ANSWER, SOME_ANSWER)):
+            raise BadRecord(UNSHOWN_ANSWERS, "a message holds one of the characters U+FDD0 to U+FDD2")
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [n for n in numbers if n >= conversation.prompt and messages[n].get("weight", 1) != 0]
+        if not learned:
+            raise BadRecord(UNSHOWN_ANSWERS, "no answer is to be learned: each has weight 0")
         marked = self._text(messages, tools)
         text = marked.replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
-        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        found = _marked(marked) if self.marks_answers else self._by_prefixes(text, messages, tools, numbers)
+        if self.marks_answers:
+            places = self._by_marks(_marked(marked), text, messages, tools, numbers)
+        else:
+            text, places = self._by_prefixes(text, messages, tools, learned, special)
+        for number in learned:
+            if not _is_shown(messages[number], "".join(text[begin:end] for begin, end in places[number])):
+                raise BadRecord(
+                    UNSHOWN_ANSWERS, f"the chat template does not show where the answer in message {number} is"
+                )
+        answers = [place for number in learned for place in places[number]]
+        return RenderedConversation(text, answers, [places[number][-1][1] for number in learned])
+
+    def _by_marks(
+        self,
+        found: list[tuple[int, int]],
+        text: str,
+        messages: list[Message],
+        tools: list[Any] | None,
+        numbers: list[int],
+    ) -> dict[int, list[tuple[int, int]]]:
         if len(found) < len(numbers):
             raise BadRecord(
                 UNSHOWN_ANSWERS, f"the chat template marks {len(found)} answers, and there are {len(numbers)}"
             )
-        places = [[place] for place in found]
-        if len(found) > len(numbers):  # a message's reasoning, text and calls, or the end of all, are marked apart
-            openings = [self.render(messages[:number], tools, opens_answer=True) for number in numbers]
-            begins = [_same_letters(opening, text) for opening in openings]
-            at = [max(0, bisect_right(begins, begin) - 1) for begin, _ in found]
-            places = [[place for place, i in zip(found, at, strict=True) if i == k] for k in range(len(numbers))]
-        for number, parts in zip(numbers, places, strict=True):
-            if not _is_shown(messages[number], "".join(text[begin:end] for begin, end in parts)):
-                raise BadRecord(
-                    UNSHOWN_ANSWERS, f"the chat template does not show where the answer in message {number} is"
-                )
-        learned = [
-            place
-            for number, parts in zip(numbers, places, strict=True)
-            if number >= conversation.prompt and messages[number].get("weight", 1) != 0
-            for place in parts
-        ]
-        if not learned:
-            raise BadRecord(UNSHOWN_ANSWERS, "no answer is to be learned: each has weight 0")
-        cuts = self._cuts(text, messages, tools, numbers) if needs_cuts(text) else []
-        return RenderedConversation(text, learned, cuts)
+        if len(found) == len(numbers):
+            return {number: [place] for number, place in zip(numbers, found, strict=True)}
+        # A message's reasoning, text and calls, or the end of all, are marked apart.
+        openings = [self.render(messages[:number], tools, opens_answer=True) for number in numbers]
+        begins = [_same_letters(opening, text) for opening in openings]
+        at = [max(0, bisect_right(begins, begin) - 1) for begin, _ in found]
+        return {n: [place for place, i in zip(found, at, strict=True) if i == k] for k, n in enumerate(numbers)}
 
     def _by_prefixes(
-        self, text: str, messages: list[Message], tools: list[Any] | None, numbers: list[int]
-    ) -> list[tuple[int, int]]:
-        found = []
+        self,
+        text: str,
+        messages: list[Message],
+        tools: list[Any] | None,
+        numbers: list[int],
+        special: Collection[str],
+    ) -> tuple[str, dict[int, list[tuple[int, int]]]]:
+        """Return the text, with each answer as it is written when it is the last, and the answers' places."""
+        places, written, at = dict[int, list[tuple[int, int]]](), "", 0
         for number in numbers:
             prompt = self.render(messages[:number], tools, opens_answer=True)
             whole = self._up_to(number, text, messages, tools)
-            if not whole.startswith(prompt) or not text.startswith(whole):
-                raise BadRecord(
-                    UNSHOWN_ANSWERS,
-                    f"the chat template writes message {number} in another way when others follow; mark answers in it "
-                    "by {% generation %} ... {% endgeneration %}",
-                )
-            end = len(whole)
-            said = whole[len(prompt) :]
-            kept = said.rstrip()  # a line's end after the token that ends a turn is the template's
-            if len(kept) > len(messages[number]["content"].strip()) and kept.endswith((">", "]", "|")):
-                end = len(prompt) + len(kept)
-            found.append((len(prompt), end))
-        return found
+            begin, end, opening, said = len(prompt), len(whole), "", whole[len(prompt) :]
+            if whole.startswith(prompt) and text.startswith(whole):
+                kept = said.rstrip()  # a line's end after the token that ends a turn is the template's
+                if len(kept) > len(messages[number]["content"].strip()) and kept.endswith((">", "]", "|")):
+                    end, said = len(prompt) + len(kept), kept
+            else:
+                begin, end, opening, said = self._as_last(number, at, prompt, text, messages, tools, special)
+            if not any(said.endswith(token) for token in special):  # GLM's ends with what begins the next message
+                follows = "tool" if messages[number].get("tool_calls") else "user"
+                token = _first_of(special, text[end:] or self._after_answer(follows))
+                end, said = end + len(token), said + token
+            written += text[at:begin] + opening
+            places[number] = [(len(written), len(written) + len(said))]
+            written, at = written + said, end
+        return written + text[at:], places
 
-    def _cuts(self, text: str, messages: list[Message], tools: list[Any] | None, numbers: list[int]) -> list[int]:
-        ends = [self._up_to(number, text, messages, tools) for number in numbers]
-        return [len(end) for end in ends if text.startswith(end)]
+    def _after_answer(self, *follows: str) -> str:
+        """Return what is written after an answer, if messages of such roles follow; empty if that is refused."""
+        said = [{"role": role, "content": "a"} for role in ("user", "assistant", *follows)]
+        said[1]["content"] = SOME_ANSWER
+        with suppress(BadRecord):
+            return self.render(said).rpartition(SOME_ANSWER)[2]
+        return ""
+
+    def _as_last(
+        self,
+        number: int,
+        at: int,
+        prompt: str,
+        text: str,
+        messages: list[Message],
+        tools: list[Any] | None,
+        special: Collection[str],
+    ) -> tuple[int, int, str, str]:
+        """Return where an answer begins and ends in the text, and what is to stand there: what the prompt opens of it,
+        and the rest, as it is written when it is the last. at: where the answer before it ends. Raises: BadRecord if
+        the template does not show it.
+        """
+        other = {"role": "assistant", "content": SOME_ANSWER}
+        last = self.render(messages[: number + 1], tools)
+        after = self.render([*messages[:number], other], tools).rpartition(SOME_ANSWER)[2]
+        changed = self.render([*messages[:number], other, *messages[number + 1 :]], tools)
+        head, mark, rest = changed.partition(SOME_ANSWER)
+        opened = prompt[_same_letters(prompt, self.render(messages[:number], tools)) :]
+        before = text[: _same_letters(text, head)]
+        # What opens reasoning may be missing where others follow, or be written in another way.
+        found = before.rfind(opened.partition(BEGIN_OF_REASONING)[0], at)
+        header = _same_letters(before[found:], opened)
+        start = len(prompt) - len(opened) + header
+        is_shown = mark and last.startswith(prompt[:start]) and last.endswith(after) and text.endswith(rest)
+        if found < 0 or not is_shown:
+            raise BadRecord(
+                UNSHOWN_ANSWERS,
+                f"the chat template writes message {number} in another way when others follow; mark answers in it by "
+                "{% generation %} ... {% endgeneration %}",
+            )
+        said, content = last[start : len(last) - len(after)], messages[number]["content"]
+        if header < len(opened) and END_OF_REASONING in content and END_OF_REASONING not in said:
+            said = content  # the template opens reasoning that it leaves out of what was said
+        opening = said[: _same_letters(said, opened[header:])]
+        end, own_end, end_here = len(text) - len(rest), _first_of(special, after), _first_of(special, rest)
+        if not own_end and rest.startswith(after.rstrip()):
+            own_end = end_here = after.rstrip()
+        return found + header, end + len(end_here), opening, said[len(opening) :] + own_end
 
     def _up_to(self, number: int, text: str, messages: list[Message], tools: list[Any] | None) -> str:
         """Return the text of the messages up to one, without what ends all text if others follow (Phi-3's)."""
@@ -179,11 +244,12 @@ class ChatTemplate:
         return whole if text.startswith(whole) else whole.removesuffix(self.special.get("eos_token", ""))
 
     def _text(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool = False) -> str:
-        parsed = [_with_parsed_calls(message) for message in messages]
-        if parsed != messages:
-            with suppress(BadRecord):  # DeepSeek's asks for text
-                return self._rendered(parsed, tools, opens_answer)
-        return self._rendered(messages, tools, opens_answer)
+        if not any(message.get("tool_calls") for message in messages):
+            return self._rendered(messages, tools, opens_answer)
+        try:
+            return self._rendered([_with_calls(message, _parsed) for message in messages], tools, opens_answer)
+        except BadRecord:  # DeepSeek's asks for text
+            return self._rendered([_with_calls(message, _as_text) for message in messages], tools, opens_answer)
 
     def _rendered(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool) -> str:
         import jinja2
@@ -236,22 +302,30 @@ class ChatTemplate:
         return made(text, str(beside / TOKENIZER_CONFIG))
 
 
-def _with_parsed_calls(message: Message) -> Message:
-    """Return a message whose calls have objects as arguments: OpenAI's API has their JSON, which most templates would
-    write as JSON again."""
+def _with_calls(message: Message, made: Callable[[Any], Any]) -> Message:
+    """Return a message whose calls have the arguments that `made` makes of theirs."""
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else message
+    return {**message, "tool_calls": [_call(call, made) for call in calls]} if isinstance(calls, list) else message
 
 
-def _parsed_call(call: Any) -> Any:
+def _call(call: Any, made: Callable[[Any], Any]) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or "arguments" not in function:
         return call
+    return {**call, "function": {**function, "arguments": made(function["arguments"])}}
+
+
+def _parsed(arguments: Any) -> Any:
+    """Return arguments as an object: OpenAI's API has their JSON, which most templates would write as JSON again."""
     try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        found = json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _is_shown(message: Message, shown: str) -> bool:
@@ -262,6 +336,11 @@ def _is_shown(message: Message, shown: str) -> bool:
     said = [str(each["name"]) for each in functions if isinstance(each, dict) and "name" in each]
     said.append(message["content"].rpartition(END_OF_REASONING)[2].strip())
     return bool(shown) and all(each in shown for each in said)
+
+
+def _first_of(special: Collection[str], text: str) -> str:
+    """Return the longest token that a text begins with; empty if there is none."""
+    return max((token for token in special if text.startswith(token)), key=len, default="")
 
 
 def _same_letters(one: str, other: str) -> int:

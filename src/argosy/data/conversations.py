@@ -32,6 +32,10 @@ ROLE_NAMES = {
 """A data set's name of a role -> its name in chat templates."""
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""A message's fields that may hold its reasoning; templates read the first, gpt-oss's the second."""
+
+
 class BadRecord(Exception):
     """A record that no conversation can be made of."""
 
@@ -134,6 +138,8 @@ def _message(given: Any, where: str, may_say_nothing: bool) -> Message:
     if role is None:
         raise BadRecord(ROLES, f"{where} has the role {str(said)[:40]!r}; it must be user, assistant, system or tool")
     message = {key: value for key, value in given.items() if key not in ("from", "value")}
+    if (reasoning := next((given[key] for key in REASONING if key in given), None)) is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}  # as transformers does
     content = _text(given.get("content", given.get("value")), where)
     if role == "assistant" and not may_say_nothing and not content.strip() and not given.get("tool_calls"):
         raise BadRecord(NO_ANSWER, f"{where} says nothing")
