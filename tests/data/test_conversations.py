@@ -31,6 +31,7 @@ TOOL = {"role": "tool", "content": "2"}
         {"prompt": "1+1=?", "completion": "2", "messages": None},  # a table has a column for each form
         {"messages": [{"role": None, "from": "human", "content": None, "value": "1+1=?"}, ANSWER]},
         {"prompt": [USER], "completion": [ANSWER]},
+        {"instruction": "1+1=?", "input": "", "output": "2", "history": None},
     ],
     ids=str,
 )
@@ -75,6 +76,9 @@ def test_calls_of_tools_are_answers() -> None:
         ({"messages": [USER, {"role": "system", "content": "no"}, ANSWER]}, ROLES),
         ({"messages": [USER, TOOL, ANSWER]}, ROLES),
         ({"messages": [USER, {"role": "narrator", "content": "2"}]}, ROLES),
+        ({"conversations": [USER, {"from": "function_call", "value": "add(1)"}]}, NO_CONVERSATION),
+        ({"instruction": "1+1=?", "output": "2", "history": ["Hi"]}, NO_CONVERSATION),
+        ({"instruction": "1+1=?", "output": ""}, NO_ANSWER),
         ({"messages": [USER]}, NO_ANSWER),
         ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, NO_ANSWER),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, IMAGES),
@@ -97,6 +101,13 @@ WRONG = {"role": "assistant", "content": "3"}
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
         {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
         {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+        {
+            "conversations": [{"from": "human", "value": "1+1=?"}],
+            "chosen": {"from": "gpt", "value": "2"},
+            "rejected": {"from": "gpt", "value": "3"},
+        },
+        {"instruction": "1+1=?", "input": "", "chosen": "2", "rejected": "3"},
+        {"instruction": "1+1=?", "output": ["2", "3"]},
     ],
     ids=str,
 )
@@ -105,6 +116,34 @@ def test_all_forms_are_the_same_pair(record: dict[str, Any]) -> None:
     assert (chosen.messages, rejected.messages) == ([USER, ANSWER], [USER, WRONG])
     assert (chosen.prompt, rejected.prompt) == (1, 1)
     assert (chosen.is_rejected, rejected.is_rejected) == (False, True)
+
+
+def test_alpacas_records_may_have_an_input_and_turns_before() -> None:
+    record = {
+        "instruction": "Add.",
+        "input": "1+1=?",
+        "history": [["Hi", "Hello"]],
+        "output": "2",
+        "system": "Be brief.",
+    }
+    (found,) = conversations_of(record, "sft")
+    said = [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", "Add.\n1+1=?"),
+        ("assistant", "2"),
+    ]
+    assert [(message["role"], message["content"]) for message in found.messages] == said
+    (judged,) = conversations_of({**record, "kto_tag": False}, "kto")
+    assert (judged.prompt, judged.is_rejected) == (4, True)
+
+
+def test_calls_may_be_messages_of_their_own_role() -> None:
+    call = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}
+    record = {"conversations": [USER, call, {"from": "observation", "value": "2"}, ANSWER]}
+    (found,) = conversations_of(record, "sft")
+    assert found.messages[1] == {**CALL, "content": "", "tool_calls": [{"type": "function", **CALL["tool_calls"][0]}]}
 
 
 def test_a_pair_with_equal_sides_is_refused() -> None:

@@ -4,6 +4,7 @@
 {"prompt": ..., "completion": ...}                                        text, or lists of messages
 {"prompt": ..., "chosen": ..., "rejected": ...}                           or two whole conversations
 {"prompt": ..., "completion": ..., "label": true}                         an answer that was judged
+{"instruction": ..., "input": ..., "output": ..., "history": [...]}       of Alpaca, with what LLaMA-Factory adds
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ IMAGES = "images"
 
 ROLE_NAMES = {
     **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bard", "model", "bot", "function_call"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
@@ -58,6 +59,7 @@ class Conversation:
 
 def conversations_of(record: Record, objective: str) -> list[Conversation]:
     """Return the conversation of a record; of a preference pair both, the chosen one first. Raises: BadRecord."""
+    record = _of_alpaca(record)
     tools = record.get("tools") or None
     if isinstance(tools, str):
         tools = _parsed(tools, "tools")
@@ -73,6 +75,29 @@ def conversations_of(record: Record, objective: str) -> list[Conversation]:
     return [replace(each, messages=[first, *each.messages], prompt=each.prompt + 1) for each in found]
 
 
+def _of_alpaca(record: Record) -> Record:
+    """Return a record of LLaMA-Factory's forms as one of the others."""
+    if isinstance(record.get("kto_tag"), bool):
+        record = {"label": record["kto_tag"], **record}
+    asked = [str(record[name]) for name in ("instruction", "input") if record.get(name)]
+    if not asked or record.get("messages") is not None or record.get("prompt") is not None:
+        return record
+    before = [{"role": role, "content": text} for turn in record.get("history") or () for role, text in _turn(turn)]
+    prompt = [*before, {"role": "user", "content": "\n".join(asked)}]
+    output = record.get("output")
+    if isinstance(output, list) and len(output) == 2:  # the chosen one first
+        record = {**record, "chosen": output[0], "rejected": output[1]}
+    if record.get("chosen") is not None:
+        return {**record, "prompt": prompt}
+    return {**record, "messages": [*prompt, {"role": "assistant", "content": output}]}
+
+
+def _turn(turn: Any) -> list[tuple[str, Any]]:
+    if not isinstance(turn, list) or len(turn) != 2:
+        raise BadRecord(NO_CONVERSATION, f"history holds {a_kind(turn)}, not pairs of a question and its answer")
+    return list(zip(("user", "assistant"), turn, strict=True))
+
+
 def _one(record: Record, tools: list[Any] | None) -> Conversation:
     for name in ("messages", "conversations", "conversation"):
         if record.get(name) is not None:  # a table has a column for each form that one of its rows has
@@ -81,7 +106,10 @@ def _one(record: Record, tools: list[Any] | None) -> Conversation:
         prompt = _side(record["prompt"], "prompt", "user")
         whole = prompt + _side(record["completion"], "completion", "assistant")
         return _whole(whole, tools, len(prompt), "completion")
-    raise BadRecord(NO_CONVERSATION, f"no messages, conversations, or prompt and completion; it has {names_in(record)}")
+    raise BadRecord(
+        NO_CONVERSATION,
+        f"no messages, conversations, prompt and completion, or instruction and output; it has {names_in(record)}",
+    )
 
 
 def _judged(record: Record, tools: list[Any] | None) -> Conversation:
@@ -96,7 +124,10 @@ def _judged(record: Record, tools: list[Any] | None) -> Conversation:
 def _pair(record: Record, tools: list[Any] | None) -> list[Conversation]:
     if record.get("chosen") is None or record.get("rejected") is None:
         raise BadRecord(NO_CONVERSATION, f"no chosen and rejected; it has {names_in(record)}")
-    prompt = _side(record["prompt"], "prompt", "user") if record.get("prompt") else []
+    before = record.get("prompt")
+    if not before and isinstance(record["chosen"], dict):  # LLaMA-Factory's: one message a side
+        before = record.get("conversations")
+    prompt = _side(before, "prompt", "user") if before else []
     sides = [_side(record[name], name, "assistant" if prompt else "") for name in ("chosen", "rejected")]
     if prompt and all(side[: len(prompt)] == prompt for side in sides):
         sides = [side[len(prompt) :] for side in sides]  # whole conversations, beside their prompt
@@ -138,6 +169,10 @@ def _message(given: Any, where: str, may_say_nothing: bool) -> Message:
     if role is None:
         raise BadRecord(ROLES, f"{where} has the role {str(said)[:40]!r}; it must be user, assistant, system or tool")
     message = {key: value for key, value in given.items() if key not in ("from", "value")}
+    if said == "function_call":  # LLaMA-Factory's: calls as JSON
+        calls = _parsed(_text(given.get("content", given.get("value")), where), where)
+        functions = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+        given = message = {"tool_calls": functions}
     if (reasoning := next((given[key] for key in REASONING if key in given), None)) is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}  # as transformers does
     content = _text(given.get("content", given.get("value")), where)
