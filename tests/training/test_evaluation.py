@@ -102,7 +102,7 @@ def test_the_unigram_baseline_is_what_counting_gives(corpus, held_out):
     assert unigram_score([source], held_out, MODEL["vocab_size"]).loss == pytest.approx(sum(nats) / len(nats))
 
 
-def test_the_bytes_of_pairs_are_those_of_their_better_answers():
+def test_bytes_and_baseline_of_pairs_are_those_of_their_better_answers():
     chosen, rejected = (np.array([1 | START_BIT, *[2 | TRAINED] * length], np.int32) for length in (6, 2))
     rejected[0] |= REJECTED_BIT
     rows = rows_of([np.concatenate([chosen, rejected])])
@@ -111,6 +111,10 @@ def test_the_bytes_of_pairs_are_those_of_their_better_answers():
     split.read_windows = lambda windows, out: np.copyto(out, rows[windows])
     held_out = HeldOut.read([split], SEQ_LEN, 10**6)
     assert (held_out.tokens, held_out.text_bytes) == (6, pytest.approx(6 * 3))
+    words = rows[0, :-1]
+    split.manifest.rows.seq_len = len(words)
+    split.tokens = lambda start, stop: words[start:stop]
+    assert unigram_score([split], held_out, 10).loss == pytest.approx(-math.log((6 + 1) / (6 + 10)))
 
 
 def test_held_out_text_is_always_the_same_and_an_equal_share_of_each_source(corpus, held_out):

@@ -18,10 +18,8 @@ from argosy.config.train import PreferenceConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import (
     CHOSEN_SIDE,
-    ID_MASK,
     IGNORED,
     REJECTED_SIDE,
-    TRAINED,
     Words,
     is_packed,
     sequences_in,
@@ -293,11 +291,15 @@ def unigram_score(sources: Sequence[TokenSource], held_out: HeldOut, vocab_size:
     """Return the score of a model that knows only how often each token occurs in the training text (add-one)."""
     counts = np.ones(vocab_size)
     for source in sources:
-        for start in range(0, min(len(source), BASELINE_TOKENS), BASELINE_CHUNK):
+        seq_len = 1 if source.manifest.rows is None else source.manifest.rows.seq_len
+        chunk = max(1, BASELINE_CHUNK // seq_len) * seq_len
+        for start in range(0, min(len(source), BASELINE_TOKENS), chunk):
             with suppress(BadShard):  # a baseline that lacks a part of the text is still one
-                tokens = source.tokens(start, min(start + BASELINE_CHUNK, BASELINE_TOKENS))
+                tokens = source.tokens(start, start + chunk)
                 if source.manifest.rows is not None:
-                    tokens = tokens[tokens & TRAINED != 0] & ID_MASK
+                    rows = np.pad(tokens.reshape(-1, seq_len), ((0, 0), (0, 1)))  # a word of the next row, unread
+                    targets = unpack(without_rejected(rows)).targets
+                    tokens = targets[targets != IGNORED]
                 counts += np.bincount(tokens, minlength=vocab_size)
     nats = -np.log(counts / counts.sum())
     return Score.of(float(nats[held_out.targets].sum()), held_out)
