@@ -38,7 +38,15 @@ def test_what_it_does_not_do_is_refused(more, said):
 
 @pytest.mark.parametrize(
     "more",
-    [{"logprobs": None}, {"logit_bias": {}}, {"tools": []}, {"tool_choice": "none"}, {"reasoning_effort": None}],
+    [
+        {"logprobs": None},
+        {"logit_bias": {}},
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"reasoning_effort": None},
+        {"modalities": ["text"]},
+        {"prompt_cache_key": "mine", "safety_identifier": "me", "service_tier": "auto"},
+    ],
 )
 def test_a_key_that_asks_for_nothing_is_taken(more):
     assert ChatRequest.model_validate(CHAT | more).model == "m"
@@ -62,6 +70,8 @@ def test_settings_that_are_left_out_are_those_of_the_reference():
     assert (usual.max_tokens, usual.temperature, usual.top_p, usual.stop) == (16, 1.0, 1.0, ())
     said = CompletionRequest.model_validate(TEXT | {"stop": "end", "seed": 3, "temperature": 0.0}).sampling(4, 16)
     assert (said.max_tokens, said.temperature, said.seed, said.stop) == (4, 0.0, 3, ("end",))
+    for seed in (-1, 2**63 - 1):  # any number of 64 bits
+        CompletionRequest.model_validate(TEXT | {"seed": seed}).sampling(None, 16).check()
 
 
 @pytest.mark.parametrize(("is_chat", "kind"), [(True, "chat.completion"), (False, "text_completion")])

@@ -145,6 +145,7 @@ def test_settings_are_those_of_the_request(client: OpenAI) -> None:
         ({"tools": [{"type": "function"}]}, 400, "tools: this server does not have it"),
         ({"logprobs": True}, 400, "logprobs: this server does not have it"),
         ({"stop": ["", 1]}, 400, "stop: Input should be a valid string"),
+        ({"stop": ["a"] * 17}, 400, "stop: List should have at most 16 items"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"nothing_such": 1}, 400, "nothing_such: Extra inputs are not permitted"),
     ],

@@ -69,11 +69,14 @@ class SamplingRequest(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: str | Stops | None = None
-    seed: Annotated[int, Field(ge=0, lt=MOST_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: JsonValue = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     presence_penalty: LeftOut = None
     frequency_penalty: LeftOut = None
     logit_bias: LeftOut = None
@@ -96,7 +99,7 @@ class SamplingRequest(BaseModel):
             max_tokens=most or usual,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            seed=secrets.randbelow(2**32) if self.seed is None else self.seed,
+            seed=secrets.randbelow(2**32) if self.seed is None else self.seed % MOST_SEED,
             stop=stop,
         )
 
@@ -131,6 +134,7 @@ class ChatRequest(SamplingRequest):
     tool_choice: LeftOut = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
+    modalities: list[Literal["text"]] | None = None
 
 
 @dataclass

@@ -126,9 +126,10 @@ class OpenAIApi:
         try:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as problem:
-            first = problem.errors()[0]
-            key = str(first["loc"][0]) if first["loc"] else None
-            wrong = first["msg"].removeprefix("Value error, ")
+            loc = problem.errors()[0]["loc"]
+            key = str(loc[0]) if loc else None
+            of_key = [each["msg"] for each in problem.errors() if each["loc"][:1] == loc[:1]]
+            wrong = of_key[-1].removeprefix("Value error, ")  # of a text or a list, what is wrong with the list
             raise ApiError(400, f"{key or 'the request'}: {wrong}.", param=key) from None
         self._check_name(asked.model)
         return asked
