@@ -190,10 +190,32 @@ def test_tensors_of_another_model_are_refused(there: Path, name: str, tensor: Te
     assert f"{there / ADAPTER_TENSORS}: " in str(refused.value) and said in str(refused.value)
 
 
-def test_another_factor_for_some_modules_is_refused(there: Path) -> None:
+@pytest.mark.parametrize("root", [1.0, 0.5], ids=["lora", "rslora"])
+def test_modules_may_have_ranks_and_factors_of_their_own(there: Path, root: float) -> None:
+    said = json.loads((there / ADAPTER_CONFIG).read_text()) | {"use_rslora": root == 0.5}
+    said |= {"rank_pattern": {r".*\.1\..*q_proj": 3}, "alpha_pattern": {"layers.1.self_attn.q_proj": 8.0, "q_proj": 2}}
+    (there / ADAPTER_CONFIG).write_text(json.dumps(said))
+    numbers = [(torch.randn(rank, 32), torch.randn(32, rank)) for rank in (RANK, 3)]
+    names = [f"{PEFT_PREFIX}model.layers.{n}.self_attn.q_proj.lora" for n in range(2)]
+    parts = zip(names, numbers, strict=True)
+    save_file(
+        {f"{name}_{n}.weight": t for name, ab in parts for n, t in zip("AB", ab, strict=True)}, there / ADAPTER_TENSORS
+    )
+    model = model_config()
+    found, tensors = import_adapter(there, model, weights_of(model))
+    assert found.rank == 3
+    for number, ((inner, outer), scale) in enumerate(zip(numbers, (2 / RANK**root, 8 / 3**root), strict=True)):
+        name = adapter_of(f"blocks.{number}.attention.q.weight")
+        ours = found.scale * tensors[f"{name}.b"] @ tensors[f"{name}.a"]
+        torch.testing.assert_close(ours, scale * outer @ inner)
+
+
+@pytest.mark.parametrize("pattern", [{"q_proj": 0}, {"q_proj": "8"}, {"(q_proj": 8}, [8]], ids=str)
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_says_no_number_is_refused(there: Path, key: str, pattern: object) -> None:
     said = json.loads((there / ADAPTER_CONFIG).read_text())
-    (there / ADAPTER_CONFIG).write_text(json.dumps(said | {"alpha_pattern": {"q_proj": 2 * ALPHA}}))
-    with pytest.raises(UserError, match=r"q_proj has alpha 12 at rank 2, and others 6 at 2: .*one factor"):
+    (there / ADAPTER_CONFIG).write_text(json.dumps(said | {key: pattern}))
+    with pytest.raises(UserError, match=rf"{key} = .*it must give positive numbers to names"):
         import_adapter(there, model_config(), weights_of(model_config()))
 
 

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
+from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.config.train import ALL_LINEAR, LoraConfig
@@ -227,18 +228,39 @@ def import_adapter(
         raise UserError(f"{tensor_file} is not safetensors: {error}. Download or export it again.") from None
     stored = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.items()}
     adapter: dict[str, list[Tensor]] = {}
+    scale = 0.0
     for module in peft_modules(config):
         names = {part: f"{module.name}.{part}" for part in (INNER_SUFFIX, OUTER_SUFFIX, MAGNITUDE_SUFFIX)}
         parts = {part: stored.pop(name) for part, name in names.items() if name in stored}
         if parts:
-            _take(adapter, module, parts, lora, weights, tensor_file)
-            _check_scale(module.name, len(parts[INNER_SUFFIX]), lora, said, config_file)
+            own = lora.model_copy(update=_of_module(module.name, said))
+            scale = scale or (lora.scale if math.isclose(own.scale, lora.scale, rel_tol=1e-6) else own.scale)
+            _take(adapter, module, parts, lora.rank, own, scale, weights, tensor_file)
     if stored or not adapter:
         what = f"{min(stored)} has" if stored else "the tensors have"
         raise UserError(f"{tensor_file}: {what} no place in this model ({config.family}). Name its own weights.")
-    tensors = {name: torch.stack(some) if "_lora." in name else some[0] for name, some in adapter.items()}
-    targets = _targets(config, tensors)
-    return lora.model_copy(update={"targets": targets}), tensors
+    rank = max(len(inner) for name, some in adapter.items() if name.endswith(".a") for inner in some)
+    whole = {name: [_of_rank(rank, name, tensor) for tensor in some] for name, some in adapter.items()}
+    tensors = {name: torch.stack(some) if "_lora." in name else some[0] for name, some in whole.items()}
+    alpha = lora.alpha * (scale / lora.scale) * (rank / lora.rank) ** (0.5 if lora.kind == "rslora" else 1.0)
+    return lora.model_copy(update={"rank": rank, "alpha": alpha, "targets": _targets(config, tensors)}), tensors
+
+
+def _of_rank(rank: int, name: str, tensor: Tensor) -> Tensor:
+    """Return a part of an adapter at such a rank; more of it is zeros, which changes nothing."""
+    if name.endswith(".a"):
+        return F.pad(tensor, (0, 0, 0, rank - len(tensor)))
+    return F.pad(tensor, (0, rank - tensor.shape[1])) if name.endswith(".b") else tensor
+
+
+def _of_module(name: str, said: Mapping[str, Any]) -> dict[str, float]:
+    """Return rank and alpha of one module; PEFT takes the first pattern that matches its name."""
+    given = {"rank": said["r"], "alpha": said["lora_alpha"]}
+    patterns = {key: (said.get(f"{key}_pattern") or {}).items() for key in given}
+    return {
+        key: next((own for end, own in patterns[key] if re.match(rf"(.*\.)?({end})$", name)), usual)
+        for key, usual in given.items()
+    }
 
 
 def _settings(said: Mapping[str, Any], file: str) -> LoraConfig:
@@ -258,14 +280,15 @@ def _settings(said: Mapping[str, Any], file: str) -> LoraConfig:
             f"{file}: init_lora_weights = {init!r}: the adapter belongs to weights that this has changed. Merge it "
             "with PEFT first."
         )
-    pattern: Any = said.get("alpha_pattern") or {}
-    if not isinstance(pattern, dict) or not all(
-        re.fullmatch(r"[\w.]+", name) and isinstance(alpha, int | float) for name, alpha in pattern.items()
-    ):
-        raise UserError(
-            f"{file}: alpha_pattern = {pattern!r}: only names of modules with a number each are known. Merge it with "
-            "PEFT first."
-        )
+    for key, kinds in (("rank_pattern", int), ("alpha_pattern", int | float)):
+        pattern: Any = said.get(key) or {}
+        if not isinstance(pattern, dict) or not all(
+            _is_pattern(end) and isinstance(value, kinds) and 0 < value < math.inf for end, value in pattern.items()
+        ):
+            raise UserError(
+                f"{file}: {key} = {pattern!r}: it must give positive numbers to names or regular expressions. Restore "
+                "the file."
+            )
     rank: Any = said.get("r")
     alpha: Any = said.get("lora_alpha")
     are_numbers = isinstance(rank, int) and isinstance(alpha, int | float) and not isinstance(rank, bool)
@@ -280,63 +303,69 @@ def _settings(said: Mapping[str, Any], file: str) -> LoraConfig:
     return LoraConfig(rank=rank, alpha=float(alpha), kind=kind, dropout=float(dropout))
 
 
-def _check_scale(name: str, rank: int, lora: LoraConfig, said: Mapping[str, Any], file: str) -> None:
-    """Raise UserError if the factor on one module's adapter, of such a rank, is not that of `lora`."""
-    pattern = (said.get("alpha_pattern") or {}).items()
-    alpha = next((alpha for ending, alpha in pattern if f".{name}".endswith(f".{ending}")), lora.alpha)
-    if not math.isclose(lora.model_copy(update={"rank": rank, "alpha": alpha}).scale, lora.scale, rel_tol=1e-6):
-        raise UserError(
-            f"{file}: {name} has alpha {alpha:g} at rank {rank}, and others {lora.alpha:g} at {lora.rank}: adapters "
-            "here have one factor. Merge it with PEFT first."
-        )
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _take(
     adapter: dict[str, list[Tensor]],
     module: PeftModule,
     parts: Mapping[str, Tensor],
+    unit: int,
     lora: LoraConfig,
+    scale: float,
     weights: Mapping[str, Tensor],
     file: str,
 ) -> None:
-    """Add one of their modules to `adapter`, by our names; of a stack of experts, each adds a tensor."""
+    """Add one of their modules to `adapter`, by our names; of a stack of experts, each adds a tensor.
+
+    unit: the rank of each of ours, if theirs is fused of several. lora: the module's rank and alpha. scale: the factor
+    on the adapter's part here, which the outer matrix makes up for.
+    """
     table = [weights[name] if module.expert is None else weights[name][module.expert] for name in module.ours]
     inputs, outputs = table[0].shape[-1], sum(len(weight) for weight in table)
     wanted = {INNER_SUFFIX, OUTER_SUFFIX, *((MAGNITUDE_SUFFIX,) if lora.kind == "dora" else ())}
     inner, outer = parts.get(INNER_SUFFIX), parts.get(OUTER_SUFFIX)
     if set(parts) != wanted or inner is None or outer is None:
         raise UserError(f"{file}: {module.name} has {', '.join(sorted(parts))}, and needs {', '.join(sorted(wanted))}.")
-    rank = len(inner) if inner.ndim else 0
-    count = rank // lora.rank
-    is_whole = 0 < count <= len(module.ours) and rank == count * lora.rank
-    if not is_whole or inner.shape != (rank, inputs) or outer.shape != (outputs, rank):
+    rank = lora.rank
+    if inner.shape != (rank, inputs) or outer.shape != (outputs, rank):
         raise UserError(
             f"{file}: {module.name} has matrices of shape {list(inner.shape)} and {list(outer.shape)}, and rank "
-            f"{lora.rank} beside this model's weights asks for {[lora.rank, inputs]} and {[outputs, lora.rank]}. Name "
+            f"{rank} beside this model's weights asks for {[rank, inputs]} and {[outputs, rank]}. Name "
             "the weights that the adapter was trained with."
         )
+    if not math.isclose(lora.scale, scale, rel_tol=1e-6):
+        outer = outer.float() * (lora.scale / scale)
     blocks = _to_ours(module, outer)
     added = _added_lengths(module, parts[MAGNITUDE_SUFFIX], table, file) if MAGNITUDE_SUFFIX in parts else []
+    for place, here in _blocks(blocks, added, rank, unit):
+        prefix = adapter_of(module.ours[place])
+        adapter.setdefault(f"{prefix}.a", []).append(inner[here].float())
+        adapter.setdefault(f"{prefix}.b", []).append(blocks[place][:, here].float().contiguous())
+        if added:
+            adapter.setdefault(f"{prefix}.magnitude", []).append(added[place])
+
+
+def _blocks(blocks: Sequence[Tensor], added: Sequence[Tensor], rank: int, unit: int) -> list[tuple[int, slice]]:
+    """Return which of our weights in one of theirs have an adapter, and which part of its rank: a block each if the
+    outer matrix is block-diagonal, else all of it."""
+    count = rank // unit
     having = list(range(len(blocks)))
     if 1 < count < len(blocks):  # the others have no adapter
         having = [p for p in having if blocks[p].any() or (added and bool((added[p].abs() > 1e-5).any()))]
-    first = 0
-    for place in having:
-        name, block = module.ours[place], blocks[place]
-        here = slice(0, rank) if count == 1 else slice(first, first + lora.rank)
-        rest = block.clone()
-        rest[:, here] = 0
-        if rest.any() or count not in (1, len(having)):
-            raise UserError(
-                f"{file}: {module.name} has rank {rank}, not r = {lora.rank}, and is not block-diagonal. Restore the "
-                f"{ADAPTER_CONFIG} that was saved with it, or merge the adapter with PEFT."
-            )
-        first += lora.rank
-        prefix = adapter_of(name)
-        adapter.setdefault(f"{prefix}.a", []).append(inner[here].float())
-        adapter.setdefault(f"{prefix}.b", []).append(block[:, here].float().contiguous())
-        if added:
-            adapter.setdefault(f"{prefix}.magnitude", []).append(added[place])
+    own = [slice(n * unit, (n + 1) * unit) for n in range(len(having))]
+    if count > 1 and rank == len(having) * unit:
+        others = [blocks[p].clone() for p in having]
+        for block, here in zip(others, own, strict=True):
+            block[:, here] = 0
+        if not any(block.any() for block in others):
+            return list(zip(having, own, strict=True))
+    return [(place, slice(0, rank)) for place in range(len(blocks))]
 
 
 def _to_ours(module: PeftModule, rows: Tensor) -> list[Tensor]:
