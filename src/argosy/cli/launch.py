@@ -22,6 +22,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tyro
+
 from argosy.cli.documents import DryRun, write
 from argosy.cli.options import parse_run
 from argosy.config.launch import LaunchOptions
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 class Options(LaunchOptions):
     """Options of `argosy launch`: beside those of the engine, what only the command line says."""
 
+    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     here: bool = False
     """Start a site whose table `launch` names a login on this machine: it is the one to log in on."""
     dry_run: bool = False
@@ -60,7 +63,7 @@ def main(argv: list[str]) -> int:
     """`argosy launch RUN ...`."""
     from argosy.engines.engine import RunJob
     from argosy.engines.table import ENGINES
-    from argosy.launch.launched import launch
+    from argosy.launch.launching import launch
     from argosy.launch.ray_job import hold, job_here
     from argosy.launch.run_folder import check_is_run_folder
     from argosy.launch.sites import are_jobs, requests
@@ -113,7 +116,7 @@ def _show_scripts(sites: Sequence[tuple[str, str, RunJob]], is_json: bool) -> No
 
 
 def _launch_sites(sites: Sequence[tuple[str, str, RunJob]], is_json: bool) -> None:
-    from argosy.launch.launched import launch_sites
+    from argosy.launch.launching import launch_sites
     from argosy.sync.layout import home_of
 
     for request, job in launch_sites(sites):

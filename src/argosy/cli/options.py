@@ -26,7 +26,7 @@ from argosy.config.layers import RENAMED, Setting, Source, new_key
 from argosy.config.load import OPTION_MARK, build, load, origin_of
 from argosy.config.problems import suggestion
 from argosy.config.schema import RunConfig
-from argosy.config.section import IS_COUNT, Key, Section, count_of, dotted, key_fields, key_of, meanings, value_type
+from argosy.config.section import Key, Mark, Section, count_of, dotted, key_fields, key_of, meanings, value_type
 from argosy.errors import ArgosyWarning, UserError
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _with_plain_counts(argv: list[str], options: type) -> list[str]:
 
 
 def _is_count(kind: Any) -> bool:
-    return IS_COUNT in getattr(kind, "__metadata__", ()) or any(_is_count(inner) for inner in get_args(kind))
+    return Mark.COUNT in getattr(kind, "__metadata__", ()) or any(_is_count(inner) for inner in get_args(kind))
 
 
 def _name(word: str) -> str:
@@ -319,7 +319,7 @@ def _description(options: type) -> str:
 
 def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) -> None:
     """Raise one UserError for all words that no option takes."""
-    hidden = {key for key, info in key_fields(schema).items() if tyro.conf.Suppress in info.metadata}
+    hidden = {key for key, info in key_fields(schema).items() if Mark.NO_OPTION in info.metadata}
     known = {(f.name,) for f in fields(extra)} | (key_fields(schema).keys() - hidden)
     lines = []
     for name in (word.split("=")[0] for word in unknown if word.startswith("-")):
@@ -352,7 +352,7 @@ def _form(config: Section, typed: Collection[Key] | None, above: Key = ()) -> An
                 inner = _form(value, typed, key)
                 about = tyro.conf.arg(help=type(value).__doc__)
                 parts.append((name, Annotated[type(inner), about], field(default=inner)))
-        elif tyro.conf.Suppress not in info.metadata and (
+        elif Mark.NO_OPTION not in info.metadata and (
             typed is None or key in typed or tyro.conf.Positional in info.metadata
         ):
             parts.append((name, _leaf(info, value, meaning.get(name)), field(default=_words(value))))
@@ -365,14 +365,14 @@ def _leaf(info: FieldInfo, value: object, meaning: str | None, name: str | None 
     """The form's type for one key: words, with the metavar and the help of the schema; name: if not the field's."""
     kind = value_type(info)
     shape: Any = {tuple: tuple[str, ...], dict: tuple[tuple[str, str], ...]}.get(get_origin(kind), str)
-    marks = [m for m in info.metadata if m in (tyro.conf.Positional, tyro.conf.UseAppendAction)]
-    is_repeated = tyro.conf.UseAppendAction in marks
+    is_repeated = Mark.REPEATED in info.metadata
     about = tyro.conf.arg(
         name=name,
         help=meaning and " ".join(meaning.split()),
         help_behavior_hint=f"(default: {' '.join(_words(value))})" if is_repeated else no_hint(value),
         metavar=_metavar(kind).removesuffix(" ...") if is_repeated else _metavar(kind),
     )
+    marks = [tyro.conf.UseAppendAction] * is_repeated + [m for m in info.metadata if m is tyro.conf.Positional]
     for mark in (about, *marks):
         shape = Annotated[shape, mark]
     return shape
@@ -404,7 +404,7 @@ def _changes(before: Any, after: Any, config: Section, typed: Collection[Key], a
         if isinstance(value, Section):
             yield from _changes(old, new, value, typed, (*above, name))
         elif old != new or (*above, name) in typed:
-            appended = len(_words(value)) if tyro.conf.UseAppendAction in info.metadata else 0  # tyro keeps the default
+            appended = len(_words(value)) if Mark.REPEATED in info.metadata else 0  # tyro keeps the default
             yield dotted((*above, name)), _meaning(new[appended:] if appended and new else new, info)
 
 

@@ -68,6 +68,8 @@ class _PrepareOptions:
 class Options(ClusterOptions, _PrepareOptions):
     """Options of `argosy prepare`, and at last those of a cluster."""
 
+    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+
 
 class Positional(PrepareConfig):
     """Text in, token shards out."""

@@ -52,6 +52,8 @@ class _SweepOptions:
 class Options(ClusterOptions, _SweepOptions):
     """Options of `argosy sweep`, and at last those of a cluster."""
 
+    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+
 
 @lasting_output()
 def main(argv: list[str]) -> None:

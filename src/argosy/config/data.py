@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import tyro
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema, model_validator
 
-from argosy.config.section import PositiveSeconds, Section
+from argosy.config.section import Mark, PositiveSeconds, Section
 from argosy.files import expanded
 
 
@@ -117,7 +116,7 @@ class PrepareConfig(Section):
         tuple[str, ...],
         BeforeValidator(_as_tuple),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-        tyro.conf.UseAppendAction,
+        Mark.REPEATED,
     ] = ("text",)
     """Field of a JSONL record, or column of a Parquet file, that holds the text: one for all of `input`, or one for
     each."""
@@ -212,7 +211,7 @@ class DataConfig(Section):
     sources: dict[str, PositiveFloat] = {}
     """Datasets: prepared folder, or its URL in an object store (s3://bucket/folder), -> weight; weights are scaled to
     add up to 1. Empty: `prepare.out`."""
-    stages: Annotated[tuple[DataStage, ...], tyro.conf.Suppress] = ()
+    stages: Annotated[tuple[DataStage, ...], Mark.NO_OPTION] = ()
     """Mixtures that replace `sources` from a given step on."""
     on_bad_shard: Literal["stop", "skip"] = "stop"
     """A token shard is cut off, does not match its checksum or has tokens outside of the vocabulary. stop: the run

@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
 
-import tyro
 from pydantic import WithJsonSchema, model_validator
 
-from argosy.config.section import Section
+from argosy.config.section import Mark, Section
 from argosy.extend.declared import CodeFile, Declaration, read_code, read_package
 from argosy.extend.register import Kind
 
@@ -28,7 +27,7 @@ class ExtendConfig(Section):
     """Python files that declare extensions; each is copied into the run's folder."""
     packages: tuple[str, ...] = ()
     """Extensions of installed packages, by the names of their entry points in the group argosy.extensions."""
-    sha256: Annotated[dict[str, str], tyro.conf.Suppress] = {}
+    sha256: Annotated[dict[str, str], Mark.NO_OPTION] = {}
     """File or entry point -> checksum, which is filled in; one that is given must be right."""
 
     @cached_property

@@ -14,7 +14,6 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import tyro
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from argosy.config.section import PositiveSeconds, Section
@@ -211,7 +210,7 @@ class ClusterOptions:
     address: str = ""
     """ray: of the cluster's dashboard, e.g. http://head:8265, or its head; empty: RAY_ADDRESS, else the cluster that
     this machine is in."""
-    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    extra: tuple[str, ...] = ()
     """Lines that are passed through. slurm: options of sbatch. ssh: of ssh. ray: of `ray job submit`. kubernetes: JSON,
     merged into the pod's spec. On the command line --extra=--constraint=h100, again for another line; in a site's table
     extra = ["--constraint=h100"]."""

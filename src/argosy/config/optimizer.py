@@ -13,11 +13,10 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-import tyro
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from argosy.config.extend import one_of_or_declared
-from argosy.config.section import Section
+from argosy.config.section import Mark, Section
 from argosy.errors import UserError
 
 OPTIMIZERS = ("adamw", "lion", "muon")
@@ -56,7 +55,7 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, on matrices only (not on norms, biases)."""
     state: Literal["fp32", "int8"] = "fp32"
     """Moments of adamw and lion: 4 bytes per number, or 1 (blocks of 256; Dettmers et al. 2022)."""
-    groups: Annotated[tuple[OptimizerGroup, ...], tyro.conf.Suppress] = ()
+    groups: Annotated[tuple[OptimizerGroup, ...], Mark.NO_OPTION] = ()
     """Parameters with a learning rate or weight decay of their own; the first group that matches a name applies."""
     grad_clip: NonNegativeFloat = 1.0
     """Gradient clipping: largest global gradient norm; 0 does not clip."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-import tyro
 from pydantic import (
     Field,
     NonNegativeFloat,
@@ -25,7 +24,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.model import FAMILIES, UNGATED, ModelConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
-from argosy.config.section import PositiveSeconds, Seconds, Section
+from argosy.config.section import Mark, PositiveSeconds, Seconds, Section
 from argosy.config.sync import SiteConfig, SyncConfig, check_fragments, check_sites
 from argosy.config.train import BUILTIN_LOSSES, LoraConfig, PreferenceConfig, TrainConfig
 from argosy.extend.declared import Declaration
@@ -157,7 +156,7 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     observe: ObserveConfig = ObserveConfig()
     extend: ExtendConfig = ExtendConfig()
-    sites: Annotated[tuple[SiteConfig, ...], tyro.conf.Suppress] = ()
+    sites: Annotated[tuple[SiteConfig, ...], Mark.NO_OPTION] = ()
     """Places that train this run together, each with processes and a plan of its own (docs/sites.md)."""
     site: str = ""
     """Name of this site among `sites`; empty: all of them, on this machine."""

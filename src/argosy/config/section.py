@@ -19,6 +19,7 @@ import types
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
+from enum import Enum
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -237,10 +238,16 @@ def count_of(word: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
-IS_COUNT = "count"
-"""Marks options that take a large number."""
-Count = Annotated[float, IS_COUNT]
-WholeCount = Annotated[int, IS_COUNT]
+class Mark(Enum):
+    """Stands in a key's type for what the command line is to know of it."""
+
+    COUNT = "a large number"
+    NO_OPTION = "in the run file only"
+    REPEATED = "given once for each value"
+
+
+Count = Annotated[float, Mark.COUNT]
+WholeCount = Annotated[int, Mark.COUNT]
 
 
 TIME_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}

@@ -15,12 +15,11 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-import tyro
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.data import Objective
 from argosy.config.extend import one_of_or_declared
-from argosy.config.section import Section
+from argosy.config.section import Mark, Section
 from argosy.errors import UserError
 
 
@@ -126,7 +125,7 @@ class TrainConfig(Section):
     """Length of the run in epochs, passes over the data, used when steps = 0; the last step is a whole one."""
     global_batch: Annotated[PositiveInt, Field(le=2**30)] = 16
     """Batch size: sequences per optimizer step, over all processes and accumulated microbatches."""
-    batch_ramp: Annotated[tuple[BatchStage, ...], tyro.conf.Suppress] = ()
+    batch_ramp: Annotated[tuple[BatchStage, ...], Mark.NO_OPTION] = ()
     """Batch-size ramp: stages of first steps with smaller batches, which grow up to global_batch."""
     deterministic: bool = False
     """Use deterministic kernels only: the same numbers again, slower on a GPU."""
