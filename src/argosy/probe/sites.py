@@ -26,7 +26,7 @@ from argosy.launch.sites import check_addresses
 from argosy.observe.screen import Progress
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.measurements import Measurements, four_digits
-from argosy.processes.connection import WireRecord
+from argosy.processes.connection import DEFERRED, WireRecord
 from argosy.sync.ledger import SiteName
 from argosy.sync.links import Links, open_links
 from argosy.sync.messages import AHEAD_BYTES, MESSAGE_PIECE_BYTES, VERSION, Ping, Refusal, SiteHello
@@ -101,7 +101,7 @@ FromProbe = (
     SiteHello | Refusal | Ping | MeasureOrder | EchoRequest | EchoAnswer | ProbePiece | PieceTaken | WayMeasured
     | LinksMeasured | ProbeEnd
 )  # fmt: skip
-FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(discriminator="kind")])
+FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(discriminator="kind")], config=DEFERRED)
 
 
 class LinkMeasurement(NamedTuple):

@@ -310,6 +310,10 @@ class WireRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
+DEFERRED = ConfigDict(defer_build=True)
+"""For the union of what one end may say: of both unions, a process builds the one that it hears, once it does."""
+
+
 def encoded(message: WireRecord) -> bytes:
     """Return a message as JSON, without a line break in it."""
     return message.model_dump_json().encode()

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, TypeAdapter, model_validator
 
 from argosy.observe.heartbeat import LAST_STEPS
-from argosy.processes.connection import Count, Text, WireRecord
+from argosy.processes.connection import DEFERRED, Count, Text, WireRecord
 from argosy.resilience.node_health import Health
 from argosy.supervise.node_report import NodeReport, Step
 from argosy.supervise.nodes import RankState
@@ -234,5 +234,7 @@ FromCoordinator = (
     HeartbeatReply | StartWorker | OpenStore | JoinWorld | LeaveWorld | HoldWorld | KillWorker | RunNodeCheck | EndRun
 )
 
-FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")])
-FROM_COORDINATOR: TypeAdapter[FromCoordinator] = TypeAdapter(Annotated[FromCoordinator, Field(discriminator="kind")])
+FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")], config=DEFERRED)
+FROM_COORDINATOR: TypeAdapter[FromCoordinator] = TypeAdapter(
+    Annotated[FromCoordinator, Field(discriminator="kind")], config=DEFERRED
+)

@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter
 from argosy.config.sync import SITE_NAME
 from argosy.data.order import Range
 from argosy.files import atomic_write, make_folder, sync
-from argosy.processes.connection import BadMessage, Count, WireRecord, decoded, encoded
+from argosy.processes.connection import DEFERRED, BadMessage, Count, WireRecord, decoded, encoded
 from argosy.sync.deal import AppliedUpdate, Shares, deal, merged
 
 LEDGER_FILE = "ledger.jsonl"
@@ -313,7 +313,7 @@ class SkippedLine(WireRecord, extra="ignore"):
     why: str
 
 
-UPDATE_LINE: TypeAdapter[UpdateLine | SkippedLine] = TypeAdapter(UpdateLine | SkippedLine)
+UPDATE_LINE: TypeAdapter[UpdateLine | SkippedLine] = TypeAdapter(UpdateLine | SkippedLine, config=DEFERRED)
 
 
 class UpdateLedger(LedgerFile):

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, TypeAdapter
 
 from argosy.config.sync import MOST_LOCAL_STEPS
-from argosy.processes.connection import Count, Text, WireRecord, decoded, encoded
+from argosy.processes.connection import DEFERRED, Count, Text, WireRecord, decoded, encoded
 from argosy.sync.ledger import AnyFloat, Chain, Crc, Line, Ranges, SiteName, Tokens
 
 VERSION = 6
@@ -217,7 +217,7 @@ FromSite = (
 )  # fmt: skip
 OfRound = ReadyNotice | ProposalNotice | SliceSummed | FilePiece | BytesMissing
 """Messages about one round, while it is made."""
-FROM_SITE: TypeAdapter[FromSite] = TypeAdapter(Annotated[FromSite, Field(discriminator="kind")])
+FROM_SITE: TypeAdapter[FromSite] = TypeAdapter(Annotated[FromSite, Field(discriminator="kind")], config=DEFERRED)
 
 
 # ---- a worker says to parameter servers -----------------------------------------------------------------------------
@@ -422,4 +422,4 @@ FromPart = (
     | Order | DealtWork | ScoreRequest | RunIsOver | WaitForWork | Weights | WeightsGone | PieceReceived | Committed
     | FailureNotice | ServerStatus
 )  # fmt: skip
-FROM_PART: TypeAdapter[FromPart] = TypeAdapter(Annotated[FromPart, Field(discriminator="kind")])
+FROM_PART: TypeAdapter[FromPart] = TypeAdapter(Annotated[FromPart, Field(discriminator="kind")], config=DEFERRED)
