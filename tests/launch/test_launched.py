@@ -19,9 +19,9 @@ from argosy.engines.table import ENGINES
 from argosy.errors import UserError
 from argosy.files import lock_or_holder
 from argosy.launch import ray_job
-from argosy.launch.launched import launch, launch_sites, launched_in, printed
+from argosy.launch.launched import jobs_of, launched_in, printed
+from argosy.launch.launching import launch, launch_sites
 from argosy.launch.requeue import IDLE_JOBS_FILE
-from argosy.launch.sites import jobs_of
 
 
 class Memory(Engine):

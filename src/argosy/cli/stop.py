@@ -55,7 +55,7 @@ class StoppedJob:
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy stop", Options)
     from argosy.engines.table import engine_of, state_of
-    from argosy.launch.sites import jobs_of
+    from argosy.launch.launched import jobs_of
 
     problems, would = [], []
     for name, job in jobs_of(options.run).items():

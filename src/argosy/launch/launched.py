@@ -1,30 +1,21 @@
-"""Launching a run on an engine, and what has become of runs that were launched."""
+"""Runs that were launched: their jobs, what has become of them, and what they print."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
-from argosy.engines.engine import Engine, RunJob, follow_files
-from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_key
-from argosy.engines.table import ENGINES, engine_of, state_of
+from argosy.engines.engine import follow_files
+from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob
+from argosy.engines.table import engine_of, state_of
 from argosy.errors import UserError
-from argosy.files import RUN_LOCK, is_locked, made_folder
-from argosy.launch.requeue import IDLE_JOBS_FILE
-from argosy.launch.run_folder import check_is_run_folder
-from argosy.launch.sites import are_there, jobs_of, printed_by
-from argosy.processes.secret import (
-    SECRET_FILE,
-    SECRET_FILE_VARIABLE,
-    SECRET_VARIABLE,
-    fingerprint_in,
-    fingerprint_of,
-    secret_of,
-)
-from argosy.sync.layout import SITES, home_of, kept_in
+from argosy.files import RUN_LOCK, is_locked
+from argosy.sync.layout import SITES, kept_in
 from argosy.watch.library import find_runs, own_id
 from argosy.watch.reader import RunReader, is_run
 
@@ -47,119 +38,21 @@ class Launched:
     """The steps that it has made; None before the first."""
 
 
-def launch(request: RunJob, engine: str) -> LaunchedJob:
-    """Launch a run. Raises: UserError if its job before still waits or runs, or the engine refuses."""
-    on = ENGINES[engine]()
-    _check(request, on)
-    secret = _own_secret(home_of(request.run_dir))
-    with made_folder(request.folder):
-        (request.folder / IDLE_JOBS_FILE).unlink(missing_ok=True)  # whoever launches it again has mended the cause
-        job = on.start(request)
-        job = job.model_copy(update={"secret": secret})
-        job.save(request.run_dir)
-    return job
-
-
-def launch_sites(requests: Sequence[tuple[str, str, RunJob]]) -> Iterator[tuple[RunJob, LaunchedJob]]:
-    """Launch sites, given site, engine and request of each; yield each once it is launched.
-
-    Raises: UserError, before any is launched if that can be told; else it names those that were.
-    """
-    for _, engine, request in requests:
-        _check(request, ENGINES[engine]())
-    names: list[str] = []
-    for name, engine, request in requests:
-        whole = home_of(request.run_dir)
-        try:
-            with made_folder(whole):
-                secret_of(whole)  # which all sites have
-                job = launch(request, engine)
-            yield request, job
-        except UserError as problem:
-            before = f" Launched before that: {', '.join(names)}." if names else ""
-            raise UserError(f"site {name}: {problem}{before}") from None
-        names.append(name)
-
-
-def _check(request: RunJob, on: Engine) -> None:
-    """Raises: UserError if the engine cannot take it, or its job before still waits or runs."""
-    on.check(request)
-    check_is_run_folder(request.run_dir)
-    check_is_run_folder(kept_in(request.run_dir))
-    if on.needs_seal:
-        user_key()  # else the job could not be asked about
-    before = LaunchedJob.load(request.run_dir)
-    state, words = ("ended", "") if before is None else state_of(before)
-    if before is None or state == "ended":
-        return
-    if state == "unknown":
-        its_job = f"{request.run_dir}: its job {before.id} on {before.engine}"
-        record = shlex.quote(str(request.run_dir / LAUNCH_FOLDER / JOB_RECORD))
-        raise UserError(
-            f"{its_job} may still be there, and nothing says that it has ended: {one_line(words).rstrip('.')}. Try "
-            f"again when its engine answers. If you know that it has ended, remove {record}; --run-dir gives this run "
-            "another folder."
-        )
-    raise _still_there(request.run_dir, before, state)
-
-
-def check_other_job(run_dir: Path, mine: LaunchedJob) -> None:
-    """Check, inside the job `mine` that another program has submitted, that no other job has the run.
-
-    Raises: UserError if the last one that is known waits or runs; if nobody knows, it has ended.
-    """
-    before = LaunchedJob.load(run_dir)
-    if before is None or before.id == mine.id:
-        return
-    records = [before]
-    if before.engine == mine.engine:  # from here its place may have another name, and its user another home
-        records.append(before.model_copy(update={"place": mine.place, "is_sealed": True}))
-    for record in records:
-        if (state := state_of(record)[0]) in ("waiting", "running"):
-            raise _still_there(run_dir, before, state)
-
-
-def _still_there(run_dir: Path, job: LaunchedJob, state: str) -> UserError:
-    return UserError(
-        f"{run_dir}: its job {job.id} on {job.engine} is {state}. `argosy stop {shlex.quote(str(run_dir))}` stops it; "
-        "--run-dir gives this run another folder."
-    )
-
-
-def _own_secret(run_dir: Path) -> str:
-    """Return the fingerprint of the run's secret. Raises: UserError if a run beside it, under way, has the same."""
-    mine = fingerprint_of(run_dir)
-    for other in _records(run_dir.parent) if mine else ():
-        folder = other.parent.parent
-        if home_of(folder) == run_dir:
-            continue
-        job, _ = _record_in(folder)
-        if job is None or mine not in (job.secret, fingerprint_in(home_of(folder))):
-            continue
-        if state_of(job)[0] != "ended":
-            raise UserError(
-                f"{run_dir} and {folder} have one secret, and who knows it may join both runs. Unset "
-                f"{SECRET_VARIABLE} and {SECRET_FILE_VARIABLE}: each run makes its own; if one folder is a copy of the "
-                f"other, delete {SECRET_FILE} in it."
-            )
-    return mine
-
-
 def launched_in(root: Path) -> list[Launched]:
     """Return the runs in and under `root`, launched or not, in alphabetical order."""
-    folders = [record.parent.parent for record in _records(root)]
+    folders = [record.parent.parent for record in records_in(root)]
     jobs = {own_id(root) if folder == root else str(folder.relative_to(root)): folder for folder in folders}
     found = {**find_runs(root), **jobs}
     return [_launched(name, folder) for name, folder in sorted(found.items())]
 
 
-def _records(root: Path) -> list[Path]:
+def records_in(root: Path) -> list[Path]:
     """Return the records of jobs: those that have not begun have folders that are no runs yet."""
     levels = ("", "*/", f"{SITES}/*/", f"*/{SITES}/*/")
     return [path for level in levels for path in root.glob(f"{level}{LAUNCH_FOLDER}/{JOB_RECORD}")]
 
 
-def _record_in(folder: Path) -> tuple[LaunchedJob | None, str]:
+def record_of(folder: Path) -> tuple[LaunchedJob | None, str]:
     """Return the record of a run's job, and what is wrong with it: a list has other runs too."""
     try:
         return LaunchedJob.load(folder), ""
@@ -168,7 +61,7 @@ def _record_in(folder: Path) -> tuple[LaunchedJob | None, str]:
 
 
 def _launched(name: str, folder: Path) -> Launched:
-    (job, problem), state, why, step = _record_in(folder), "", "", None
+    (job, problem), state, why, step = record_of(folder), "", "", None
     if is_run(kept_in(folder)):
         reader = RunReader.read(kept_in(folder))
         last = reader.last_line.get("step")
@@ -217,6 +110,57 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def _are_there(run_dir: Path) -> bool:
+    """Return True if the run or a part of it was launched."""
+    return any((folder / LAUNCH_FOLDER / JOB_RECORD).exists() for folder in (run_dir, *(run_dir / SITES).glob("*")))
+
+
+def jobs_of(run_dir: Path) -> dict[str, LaunchedJob]:
+    """Return the jobs of a run: its own under "", or those of its sites by name, if these were launched.
+
+    Raises: UserError if it has none.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: there is no such folder. `argosy runs` lists the runs here.")
+    folders = {"": run_dir} | {path.name: path for path in sorted((run_dir / SITES).glob("*"))}
+    jobs = {name: job for name, folder in folders.items() if (job := LaunchedJob.load(folder)) is not None}
+    if not jobs:
+        raise UserError(
+            f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it. "
+            "Press Ctrl-C where it was started: it saves, and ends."
+        )
+    return {"": jobs[""]} if "" in jobs else jobs
+
+
+def _printed_by(jobs: Mapping[str, LaunchedJob], follow: bool) -> Iterator[bytes]:
+    """Yield what several jobs print, each line with the job's name before it; follow: until all have ended."""
+    lines: SimpleQueue[bytes | None] = SimpleQueue()
+
+    def read(name: str, job: LaunchedJob) -> None:
+        rest = b""
+        try:
+            for piece in engine_of(job).logs(job, follow):
+                *whole, rest = (rest + piece).split(b"\n")
+                for line in whole:
+                    lines.put(b"%s | %s\n" % (name.encode(), line))
+            if rest:
+                lines.put(b"%s | %s\n" % (name.encode(), rest))
+        except UserError as problem:
+            lines.put(f"{name} | {problem}\n".encode())
+        finally:
+            lines.put(None)
+
+    for name, job in jobs.items():
+        threading.Thread(target=read, args=(name, job), daemon=True).start()
+    left = len(jobs)
+    while left:
+        line = lines.get()
+        if line is None:
+            left -= 1
+        else:
+            yield line
+
+
 def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
     """Yield what a run prints, in pieces; follow: until it has ended.
 
@@ -225,9 +169,9 @@ def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
 
     Raises: UserError if there is neither a job nor a run.
     """
-    jobs = {} if run_dir.is_dir() and not are_there(run_dir) else jobs_of(run_dir)
+    jobs = {} if run_dir.is_dir() and not _are_there(run_dir) else jobs_of(run_dir)
     if jobs and not any(job.foreign for job in jobs.values()):
-        yield from engine_of(jobs[""]).logs(jobs[""], follow) if "" in jobs else printed_by(jobs, follow)
+        yield from engine_of(jobs[""]).logs(jobs[""], follow) if "" in jobs else _printed_by(jobs, follow)
         return
     reader = None if jobs and not is_run(run_dir) else RunReader(run_dir)
 

@@ -23,7 +23,7 @@ from argosy.engines.ray import STOP_WAIT, WAITING_PREFIX
 from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyError, Interrupted, Retryable, UserError, counted, signals_to
 from argosy.files import made_folder
-from argosy.launch.launched import check_other_job
+from argosy.launch.launching import check_other_job
 from argosy.launch.requeue import decide, last_step
 from argosy.plan.search.auto import processes_of
 from argosy.processes.ray_cluster import THREADS, OwnedProcess, ProcessEvent, Share, connect, node_and_address, reserve

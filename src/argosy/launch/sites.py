@@ -6,11 +6,9 @@ So is each parameter server of an asynchronous run, by its table in `sync.server
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 
 from argosy.checkpoint import store
 from argosy.config.dump import save_run
@@ -19,8 +17,6 @@ from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteLaunch, server_name
 from argosy.engines.engine import RunJob
 from argosy.engines.login import Login, LoginJob
-from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob
-from argosy.engines.table import engine_of
 from argosy.errors import UserError
 from argosy.files import make_folder
 from argosy.launch.children import check_codes, free_port, started, supervise
@@ -33,7 +29,7 @@ from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.plan import NOT_OF_SITES, Plan, is_asynchronous, said_in, way_of_sites, with_sync
 from argosy.plan.search.agreement import CHOSEN_KEYS, check_sites_of, choose_rounds
 from argosy.plan.sync import LOCAL, USUAL_OF_SITES
-from argosy.sync.layout import SITES, Sites, at_site, group_folder, site_folder
+from argosy.sync.layout import Sites, at_site, group_folder, site_folder
 from argosy.sync.length import check_length
 from argosy.sync.links import keys_of
 
@@ -242,54 +238,3 @@ def _request(request: RunJob, engine: str, name: str, launch: SiteLaunch | None,
             program=launch.argosy, group=group, group_there=group_there, run_dir_there=site_folder(group_there, name),
         )  # fmt: skip
     return launch.on, replace(own, **launch.for_engine())
-
-
-def are_there(run_dir: Path) -> bool:
-    """Return True if the run or a part of it was launched."""
-    return any((folder / LAUNCH_FOLDER / JOB_RECORD).exists() for folder in (run_dir, *(run_dir / SITES).glob("*")))
-
-
-def jobs_of(run_dir: Path) -> dict[str, LaunchedJob]:
-    """Return the jobs of a run: its own under "", or those of its sites by name, if these were launched.
-
-    Raises: UserError if it has none.
-    """
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: there is no such folder. `argosy runs` lists the runs here.")
-    folders = {"": run_dir} | {path.name: path for path in sorted((run_dir / SITES).glob("*"))}
-    jobs = {name: job for name, folder in folders.items() if (job := LaunchedJob.load(folder)) is not None}
-    if not jobs:
-        raise UserError(
-            f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it. "
-            "Press Ctrl-C where it was started: it saves, and ends."
-        )
-    return {"": jobs[""]} if "" in jobs else jobs
-
-
-def printed_by(jobs: Mapping[str, LaunchedJob], follow: bool) -> Iterator[bytes]:
-    """Yield what several jobs print, each line with the job's name before it; follow: until all have ended."""
-    lines: SimpleQueue[bytes | None] = SimpleQueue()
-
-    def read(name: str, job: LaunchedJob) -> None:
-        rest = b""
-        try:
-            for piece in engine_of(job).logs(job, follow):
-                *whole, rest = (rest + piece).split(b"\n")
-                for line in whole:
-                    lines.put(b"%s | %s\n" % (name.encode(), line))
-            if rest:
-                lines.put(b"%s | %s\n" % (name.encode(), rest))
-        except UserError as problem:
-            lines.put(f"{name} | {problem}\n".encode())
-        finally:
-            lines.put(None)
-
-    for name, job in jobs.items():
-        threading.Thread(target=read, args=(name, job), daemon=True).start()
-    left = len(jobs)
-    while left:
-        line = lines.get()
-        if line is None:
-            left -= 1
-        else:
-            yield line
