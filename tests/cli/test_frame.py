@@ -50,6 +50,12 @@ def test_import_and_help_load_nothing_heavy(code):
     assert done.returncode == 0, done.stderr
 
 
+def test_what_a_command_imports_is_in_no_garbage_collection():
+    code = "import gc; from argosy.cli import main; main(['config']); print(gc.isenabled(), gc.get_freeze_count())"
+    is_on, kept = run_python("-c", code).stdout.split()[-2:]
+    assert is_on == "True" and int(kept) > 10_000
+
+
 def test_a_command_that_is_refused_does_not_wait_for_torch():
     commands = [
         ["train", "nowhere.toml"],

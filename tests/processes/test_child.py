@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -40,7 +41,14 @@ def main() -> None:
     match sys.argv[1]:
         case "tell":
             print("a stray print")
-            parent.send("told", arguments=sys.argv[2:], path=sys.path, environment=dict(os.environ), torch=has_torch())
+            parent.send(
+                "told",
+                arguments=sys.argv[2:],
+                path=sys.path,
+                environment=dict(os.environ),
+                torch=has_torch(),
+                kept=gc.get_freeze_count(),
+            )
         case "echo":
             for message in messages(parent):
                 parent.send("echo", of=message["text"])
@@ -93,6 +101,10 @@ def test_it_finds_what_its_parent_finds_and_has_an_environment_and_a_session_of_
     assert told["arguments"] == ["x y"] and told["environment"]["COLOUR"] == "red"
     assert str(tmp_path) not in told["path"] and {path for path in sys.path if path} <= set(told["path"])
     assert os.getsid(start("echo").pid) != os.getsid(0)
+
+
+def test_what_it_imported_is_in_no_garbage_collection(start):
+    assert start("tell").channel.receive()["kept"] > 10_000
 
 
 def test_what_it_prints_is_not_this_process_s_answer(start, capfd, monkeypatch):

@@ -7,6 +7,7 @@ handover file (`nodes.Handover`). It imports no torch, so that it starts in a mo
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import ssl
@@ -409,6 +410,7 @@ def main() -> None:
     DESCRIPTOR: a socket that listens already. PLAN: the one in force whenever there are enough processes. OWNER: the
     agent's name for what its coordinators claim. LEASE: the token of the lease that it has acquired; empty: none.
     """
+    gc.freeze()  # what was imported stays: to look for garbage in it takes long, and most of all at the end
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # SLURM sends them to all processes of a job; the agents stop the run
     raise_limit()
