@@ -8,6 +8,7 @@ import pytest
 import tyro
 
 from argosy import cli
+from argosy.cli import compare
 from argosy.cli.options import ESSENTIAL, fitted, parse, parse_run, parse_section
 from argosy.config.data import PrepareConfig
 from argosy.config.load import load
@@ -126,10 +127,14 @@ def test_a_wrong_option_is_refused_in_one_message(words, message):
     assert refusal("demo", *words.split(" ")).startswith(message)
 
 
-def test_what_tyro_refuses_exits_with_2():
-    with pytest.raises(SystemExit) as stop:
-        run_with("demo", "--train.steps")
-    assert stop.value.code == 2
+def test_what_tyro_refuses_is_one_message():
+    text = refusal("demo", "--train.steps")
+    assert text.endswith("'--train.steps'. Expected 1 values.\n  All options: argosy test --help")
+    with pytest.raises(UserError) as error:
+        parse(["a"], "argosy compare", compare.Options)
+    assert str(error.value) == (
+        "Missing from argosy compare:\n  PATH: The other run's folder.\n  All options: argosy compare --help"
+    )
 
 
 def helped(capsys, *argv: str) -> str:

@@ -24,9 +24,9 @@ from argosy.cli.options import PrintJson, RunPath, parse, read_run
 class Options:
     a: RunPath
     b: Annotated[Path, tyro.conf.Positional]
-    """Another one's."""
+    """The other run's folder."""
     plot: bool = False
-    """Draw the losses too."""
+    """Draw the loss curves too."""
     json: PrintJson = False
 
 

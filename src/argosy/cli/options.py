@@ -88,7 +88,7 @@ class _Terminal(StringIO):
 def described(options: type, prog: str, about: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the parsed `options` and the words that they do not take. Raises: SystemExit after --help."""
     if not any(word in HELP_OPTIONS for word in argv):
-        return _parsed(options, prog, argv) if "--json" not in argv else _parsed_for_program(options, prog, argv)
+        return _parsed(options, prog, argv)
     written = _Terminal()
     try:
         with redirect_stdout(written):
@@ -115,19 +115,18 @@ def no_hint(default: object) -> str | None:
 
 
 def _parsed(options: type, prog: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
-    return tyro.cli(options, prog=prog, description=TEXT, args=argv, return_unknown_args=True, config=LOOKS)
-
-
-def _parsed_for_program(options: type, prog: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
-    """Do as `_parsed`, and raise what tyro would print in a box. Raises: UserError."""
-    said = StringIO()
+    """Return what tyro parses. Raises: UserError for what it would print in a box; SystemExit after --help."""
+    box = StringIO()
     try:
-        with redirect_stderr(said):
-            return _parsed(options, prog, argv)
-    except SystemExit:
-        text = " ".join(re.sub(r"[^\x20-\x7e]|-{3,}", " ", said.getvalue()).split())
-        text = text.partition(" For full helptext")[0].rstrip(".")
-        raise UserError(f"{text or 'the options are wrong'}. All options: {prog} --help") from None
+        with redirect_stderr(box):
+            return tyro.cli(options, prog=prog, description=TEXT, args=argv, return_unknown_args=True, config=LOOKS)
+    except SystemExit as end:
+        if not end.code:
+            raise
+    lines = re.findall(r"^│ (.*?) *│$", box.getvalue().partition("│ ──")[0], re.M)
+    text = re.sub(r"\n {4}(\S.*)\n {8}", r"\n  \1: ", "\n".join(lines))  # an option, and what it means
+    text = re.sub(r"\n {8}", " ", text).replace(" (required)", "")
+    raise UserError(f"{text or 'the options are wrong.'}\n  All options: {prog.removesuffix(RUN_ARGUMENT)} --help")
 
 
 RunPath = Annotated[Path, tyro.conf.Positional, Doc("A run's folder.")]
