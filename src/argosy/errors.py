@@ -183,16 +183,16 @@ def signals_to(handler: Callable[[int, FrameType | None], object], *numbers: int
 
 EXIT_CODES = {
     0: "done",
-    1: "failed: the message says why, and the same command again would fail again",
+    1: "failed: the message says why; the same command would fail again",
     UserError.exit_code: "wrong input: nothing was written",
-    DataError.exit_code: "damaged data: restore the shard that is named, or set data.on_bad_shard = skip",
+    DataError.exit_code: 'damaged data: restore the shard, or set data.on_bad_shard = "skip"',
     UnfitNode.exit_code: "this machine computes wrong results: take it out of service",
     Poisoned.exit_code: "the same crash at the same step, twice",
     StorageError.exit_code: "the disk: the state could not be saved, or no checkpoint can be read",
-    Retryable.exit_code: "processes or machines were lost: the same command goes on from what is saved",
-    130: "stopped by Ctrl-C, all that there was to save is saved: the same command goes on",
-    138: "stopped by SIGUSR1, all that there was to save is saved: the same command goes on",
-    143: "stopped by SIGTERM, all that there was to save is saved: the same command goes on",
+    Retryable.exit_code: "processes or machines were lost: the same command goes on",
+    130: "stopped by Ctrl-C, with the state saved: the same command goes on",
+    138: "stopped by SIGUSR1, with the state saved: the same command goes on",
+    143: "stopped by SIGTERM, with the state saved: the same command goes on",
 }
 """The exit codes of `argosy`, for scripts."""
 

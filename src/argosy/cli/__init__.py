@@ -18,36 +18,50 @@ from textwrap import fill
 from types import ModuleType
 from typing import Any, TextIO
 
-COMMANDS = {
-    "train": "train a model; without a run file, the built-in demo",
-    "launch": "train in the background: on this machine, on hosts or on a cluster",
-    "runs": "list runs, with their states and last steps",
-    "status": "say in a few lines how a run is, and what to do next",
-    "compare": "compare two runs: settings, and losses at equal cost",
-    "metrics": "print a run's metrics by step, as CSV, JSON or Parquet",
-    "logs": "what a launched run prints",
-    "stop": "have a launched run save its state and end",
-    "sweep": "train many runs that differ in some keys, and find the best",
-    "prepare": "turn text, JSONL or Parquet into token shards",
-    "watch": "show runs in a web page or in the terminal, live or afterwards",
-    "checkpoint": "list, verify, export, import and prune checkpoints",
-    "generate": "continue a text with a checkpoint",
-    "chat": "talk with a model in the terminal",
-    "serve": "serve a model by OpenAI's API, to try it",
-    "evaluate": "measure a checkpoint's loss on held-out text",
-    "parity": "train some steps in one process and as a plan says, and compare",
-    "replay": "run steps again, and compare them bit for bit",
-    "stacks": "show where every process of a run that trains, or hangs, is now",
-    "chaos": "train twice, undisturbed and disturbed, and compare",
-    "probe": "measure this machine, and write it as a cluster to plan for",
-    "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",
-    "design": "sweep devices that do not exist yet, for training and serving",
-    "scaling": "fit a scaling law to small runs, and predict larger ones",
-    "simulate": "run the train step of any rank without devices",
-    "docs": "print the manual of this version, or the skill for coding agents",
-    "config": "show the resolved run file, its JSON schema, the presets",
+COMMAND_GROUPS = {
+    "train": {
+        "prepare": "turn text, JSONL or Parquet into token shards",
+        "train": "train a model; without a run file, the built-in demo",
+        "launch": "train in the background: on this machine, on hosts or on a cluster",
+        "stop": "have a launched run save its state and end",
+        "sweep": "train many runs that differ in some keys, and find the best",
+    },
+    "see runs": {
+        "runs": "list runs, with their states and last steps",
+        "status": "say in a few lines how a run is, and what to do next",
+        "watch": "show runs in a web page or in the terminal, live or afterwards",
+        "metrics": "print a run's metrics by step, as CSV, JSON or Parquet",
+        "logs": "print the output of a launched run",
+        "stacks": "show where every process of a run that trains, or hangs, is now",
+        "compare": "compare two runs: settings, and losses at equal cost",
+    },
+    "use a model": {
+        "generate": "continue a text with a checkpoint",
+        "chat": "talk with a model in the terminal",
+        "serve": "serve a model by OpenAI's API, to try it",
+        "evaluate": "measure a checkpoint: loss on held-out text, or scores on tasks",
+        "checkpoint": "list, verify, export, import and prune checkpoints",
+    },
+    "plan and predict": {
+        "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",
+        "probe": "measure this machine, and write it as a cluster to plan for",
+        "simulate": "run the train step of any rank without devices",
+        "design": "sweep devices that do not exist yet, for training and serving",
+        "scaling": "fit a scaling law to small runs, and predict larger ones",
+    },
+    "verify": {
+        "parity": "check that a plan computes what one process computes",
+        "replay": "run steps again, and compare them bit for bit",
+        "chaos": "train with and without injected faults, and compare",
+    },
+    "reference": {
+        "config": "show the resolved run file, its JSON schema, the presets",
+        "docs": "print the manual of this version, or the skill for coding agents",
+    },
 }
-"""Command -> its purpose, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""
+"""Heading in the help -> command -> its purpose, in a line."""
+COMMANDS = {name: purpose for group in COMMAND_GROUPS.values() for name, purpose in group.items()}
+"""Command -> its purpose; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""
 
 WHEN_STOPPED = {
     "prepare": "The same command goes on from the last whole shard.",
@@ -229,7 +243,10 @@ def _help() -> str:
     from argosy.errors import EXIT_CODES
 
     width = max(map(len, COMMANDS))
-    table = "\n".join(f"  {name:{width}}  {line}" for name, line in COMMANDS.items())
+    table = "\n\n".join(
+        "\n".join([f"{group}:", *(f"  {name:{width}}  {purpose}" for name, purpose in commands.items())])
+        for group, commands in COMMAND_GROUPS.items()
+    )
     columns = get_terminal_size().columns
     codes = "\n".join(
         fill(f"  {code:>3}  {meaning}", columns, subsequent_indent=" " * 7) for code, meaning in EXIT_CODES.items()
@@ -239,7 +256,6 @@ usage: argosy COMMAND [RUN] [--section.key VALUE ...]
 
 Trains large language models on one machine or many; plans for any number.
 
-commands:
 {table}
 
 RUN is a run file (TOML) or the name of a run preset. Its keys are options too.
@@ -248,8 +264,7 @@ examples:
   argosy train                                 the built-in demo, some minutes
   argosy train run.toml --optimizer.lr 1e-3    a run of your own, a key changed
   argosy config show run.toml                  every key of that run, explained
+  argosy help COMMAND                          its purpose and options
 
 exit codes:
-{codes}
-
-argosy help COMMAND says more; argosy --version prints the version."""
+{codes}"""
