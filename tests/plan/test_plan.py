@@ -79,6 +79,7 @@ def test_spaces_order_and_a_last_comma_do_not_matter(text):
         ("dp_replicat=2", "plan: unknown key 'dp_replicat'; did you mean dp_replicate?"),
         ("zzz=2", "plan: unknown key 'zzz'; the keys are: pp, dp_replicate, dp_shard,"),
         ("dp=2", "plan: unknown key 'dp'; did you mean dp_replicate or dp_shard?"),
+        ("fsdp=2", "plan: unknown key 'fsdp'; did you mean dp_shard?"),
         ("tp=0", "plan.tp = 0: must be a whole number above 0.\n  Try 1"),
         ("tp=2.5", 'plan.tp = "2.5": must be a whole number above 0.\n  Try 1'),
         ("microbatch=99999999999999999999", "plan.microbatch = 99999999999999999999: numbers of ten digits or more"),

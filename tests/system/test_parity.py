@@ -25,7 +25,7 @@ def test_coarser_arithmetic_is_beyond_a_tolerance_that_is_asked_for(folder: Fold
     folder.write_run()
     plan = "dp_replicate=2,precision=bf16"
     text = folder.argosy("parity", "run.toml", "--plan", plan, "--steps", 2, "--tolerance", 1e-5, code=1)
-    assert "beyond its limit" in text and "not the numbers of one process" in text
+    assert "beyond its limit" in text and "differs from one process" in text
 
 
 def test_a_plan_that_the_run_cannot_use_is_refused(folder: Folder, refused: Callable[..., str]) -> None:

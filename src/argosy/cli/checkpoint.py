@@ -7,11 +7,11 @@ Examples:
   argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
   argosy checkpoint export runs/demo --out demo-gguf --format gguf    the same for llama.cpp
   argosy checkpoint import Qwen3-0.6B --out runs/qwen   a run folder to generate with, or to train from
+  argosy checkpoint import hf://Qwen/Qwen3-0.6B --out runs/qwen   the same, from the hub
   argosy checkpoint list runs                           the adapters in a folder of runs
   argosy checkpoint merge runs/lora --out runs/merged   an adapter, merged into its weights
   argosy checkpoint export runs/lora --out lora-peft --adapter    an adapter alone, for PEFT and vLLM
   argosy checkpoint import lora-peft --base runs/qwen --out runs/lora     an adapter in PEFT's format
-  argosy checkpoint import hf://Qwen/Qwen3-0.6B --out runs/qwen   the same, from the hub
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check that a plan gives the numbers of one process: train some steps both ways, and compare.
+"""Check that a plan computes what one process computes: train some steps both ways, and compare.
 
 It prints the differences of loss, gradient norm and final weights, with exit code 1 if they are more than rounding.
 Without a run file it trains a tiny built-in model, in as many processes as the plan has ranks, on this machine. Where
@@ -80,7 +80,7 @@ def _in_words(found: Parity) -> str:
     if found.tolerance is None:
         lines.append("no tolerance, since the plan rounds more than fp32 does; --tolerance sets one")
     elif beyond:
-        lines.append("not the numbers of one process")
+        lines.append("differs from one process by more than rounding")
     else:
-        lines.append("the numbers of one process")
+        lines.append("the same as one process, up to rounding")
     return "\n".join(lines)

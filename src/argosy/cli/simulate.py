@@ -119,10 +119,11 @@ def _in_full(word: str) -> str:
 
 
 def _in_words(found: SimulatedRecord) -> str:
+    from argosy.plan.cost.estimate import seconds
     from argosy.simulate.record import StepPlace
 
     memory, time = found.memory, found.time
-    waited = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in sorted(time.waited_s.items())) or "nothing"
+    waited = ", ".join(f"{axis} {seconds(waited)}" for axis, waited in sorted(time.waited_s.items())) or "nothing"
     host = f", {_size(memory.host_bytes)} on the host" if memory.host_bytes else ""
     flops = {phase: count for phase, count in found.flops.items() if phase != "total"}
     return "\n".join(
@@ -138,7 +139,7 @@ def _in_words(found: SimulatedRecord) -> str:
                 f"  {sent.axis:12} {sent.collective:15} {_size(sent.bytes):>10}  {sent.messages:>6} messages"
                 for sent in sorted(found.traffic, key=lambda sent: -sent.bytes)
             ),
-            f"time     {time.step_s:.3g} s at best: {time.compute_s:.3g} s of work; waits for {waited}",
+            f"time     {seconds(time.step_s)} at best: {seconds(time.compute_s)} of work; waits for {waited}",
             f"simulated in {found.tracing_s:.1f} s",
         ]
     )

@@ -1,7 +1,7 @@
 """Say in a few lines how a run is: state, loss, health, plan and measurement, what changed, and what to do next.
 
-The run may train, hang, be over or lie in a copied folder; it does not notice. Exit code 0: it is well or done; 1: it
-failed, died or has a critical alert.
+It only reads the folder, so the run may be training, hung, finished, or a copy. Exit code 0: well or done; 1: failed,
+died, or a critical alert.
 
 Examples:
   argosy status runs/demo                         for a person

@@ -228,7 +228,8 @@ def run_file(source: str) -> Path:
         raise UserError(f"{path}: there is no folder {path.parent}.")
     if path.is_symlink():
         raise UserError(f"{path}: a link to {path.readlink()}, which is not there. Name the run file itself.")
-    names = [*(p.name for p in path.parent.glob("*.toml")), *preset_names("runs")]
+    files = (p.name for p in path.parent.glob("*.toml") if p.name != "pyproject.toml")
+    names = [*files, *preset_names("runs")]
     raise UserError(f"{path}: no such run file or preset; {near_names(path.name, sorted(names))}")
 
 

@@ -363,7 +363,9 @@ def _rounded(costs: Costs, per: int = 1) -> Costs:
 
 
 def _figures(costs: Costs, currency: str, marked: str = "") -> str:
-    words = [] if costs.kwh is None else [f"{costs.kwh:.3g} kWh{marked}"]
+    words = []
+    if costs.kwh is not None:
+        words.append((f"{costs.kwh:.3g} kWh" if costs.kwh >= 0.1 else f"{1000 * costs.kwh:.3g} Wh") + marked)
     if costs.co2_kg is not None:
         words.append(f"{costs.co2_kg:.3g} kg CO2" if costs.co2_kg >= 0.1 else f"{1000 * costs.co2_kg:.3g} g CO2")
     if costs.money is not None:

@@ -87,6 +87,19 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MESH = (*MESH_AXES, "ep")
 TOO_LARGE = re.compile(r"\d{10}")
 """In a value of a plan: products of such numbers are beyond arrays of whole numbers."""
+OTHER_NAMES = {
+    "dp_shard": "fsdp hsdp data_parallel_shard_degree",
+    "dp_replicate": "ddp data_parallel_replicate_degree",
+    "tp": "sp sequence_parallel tensor_parallel_degree tensor_model_parallel_size",
+    "cp": "context_parallel_degree context_parallel_size",
+    "pp": "pipeline_parallel_degree pipeline_model_parallel_size",
+    "ep": "expert_parallel_degree expert_model_parallel_size",
+    "stages_per_rank": "vpp vp",
+    "microbatch": "mbs micro_batch_size local_batch_size",
+    "recompute": "activation_checkpoint gradient_checkpointing ac",
+    "precision": "dtype bf16 fp8",
+}
+"""Key of a plan -> other programs' names of it."""
 NUMERICS = ("precision", "weights", "reduce", "sync", "compile")
 """Keys of a plan that change the numbers of training; the others change only the order in which numbers are summed."""
 
@@ -173,7 +186,8 @@ class Plan(Section, Quantities[int]):
         for key, word in words.items():
             if key not in cls.model_fields:
                 longer = [name for name in cls.model_fields if name.startswith(f"{key}_")]
-                near = longer or difflib.get_close_matches(key, cls.model_fields, n=1)
+                known = {name: [here] for here, names in OTHER_NAMES.items() for name in names.split()}
+                near = longer or known.get(key) or difflib.get_close_matches(key, cls.model_fields, n=1)
                 hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are: {', '.join(cls.model_fields)}."
                 raise UserError(f"plan: unknown key {key!r}; {hint}")
             if TOO_LARGE.search(word):
