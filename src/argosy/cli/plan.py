@@ -1,7 +1,7 @@
 """Find the best plan for a model on a cluster, its costs, and the reasons. All plans are predicted; nothing is run.
 
 A cluster is NxDEVICE (256xh100; 32x8xh100 also gives the nodes; join several with +), a preset, or a .toml file, such
-as the one that `argosy probe` writes. Every figure is a prediction with an interval that holds nine times of ten.
+as the one that `argosy probe` writes. Every figure is a prediction with a 90 % interval.
 
 Examples:
   argosy plan --model llama3-70b --cluster 256xh100 --global-batch 1024

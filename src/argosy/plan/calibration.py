@@ -108,7 +108,7 @@ class Reconciled(BaseModel):
         rows += [_row("update", self.update_s, seconds)] if self.update_s else []
         rows += [_row(f"sent: {axis}", each, partial(_megabytes, decimals=2)) for axis, each in self.sent_bytes.items()]
         rows += [_row("wait of a round", self.round_wait_s, seconds)] if self.round_wait_s else []
-        head = f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}   nine times of ten"
+        head = f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}   90 % interval"
         return "\n".join([f"predicted for {self.cluster}:", head, *rows])
 
 

@@ -32,7 +32,7 @@ DOUBT_S = 600.0
 UNVERIFIED_S = 1800.0
 INTERVALS = 3.0
 FINDINGS = {
-    "straggler": "Advice names what it costs; look at the machine.",
+    "straggler": "Look at the machine; Advice says what it costs.",
     "slow_link": "Look at the network between the nodes.",
     "suspect": "Its numbers were found wrong: its machine is checked, and is best taken out of the run.",
     "node_refused": "It computes wrongly: have it repaired.",

@@ -1,4 +1,4 @@
-"""The forecast of a run: when it ends and what it will have cost, within intervals that hold nine times of ten.
+"""The forecast of a run: when it ends and what it will have cost, with 90 % intervals.
 
 The time left is the sum of steps, evaluations and failures that are still to come. Each has its own uncertainty:
 
@@ -205,8 +205,8 @@ def _of(estimate: Estimate, random: np.random.Generator) -> Floats:
 
 def _words(left: int, left_s: Estimate, cost: Estimate | None, currency: str) -> str:
     text = (
-        f"{counted(left, 'step')} left: about {seconds(left_s.mid)}, and nine times of ten {seconds(left_s.low)} to "
-        f"{seconds(left_s.high)}."
+        f"{counted(left, 'step')} left: about {seconds(left_s.mid)} ({seconds(left_s.low)} to {seconds(left_s.high)}, "
+        "90 % interval)."
     )
     if cost is not None:
         text += f" In all it will have cost {cost.mid:,.2f} {currency} ({cost.low:,.2f} to {cost.high:,.2f})."

@@ -239,7 +239,7 @@ def show(found: Resizing, folder: Path) -> None:
     limit = "" if found.limit_s is None else f", to be done within {seconds(found.limit_s)}"
     line(f"{folder}: {found.steps_left} steps are left{limit}", "bold")
     line("")
-    figures = ("devices", "step", "left (nine times of ten)", "device-hours", "cost")
+    figures = ("devices", "step", "left (90 % interval)", "device-hours", "cost")
     rows = [_row(option, option is found.recommended) for option in found.options]
     plans = [printable(option.plan) for option in found.options]
     table = plans_table(("", *figures), rows, plans, console.width, words=("",))

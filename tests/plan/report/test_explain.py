@@ -95,7 +95,7 @@ RUN = RunConfig.model_validate(
 @pytest.mark.parametrize(
     ("plan", "messages", "how", "sent"),
     [
-        ("dp_replicate=4,bucket_mb=16", "buckets of 16 MiB", "across 4 replicas", " GiB across"),
+        ("dp_replicate=4,bucket_mb=16", "buckets of 16 MiB", "across 4 replicas", " GiB a step"),
         (
             "dp_replicate=8,dp_shard=2,zero=1,sum_inside=2,sum_between=2,sync=int8",
             "buckets of 4 MiB",
@@ -103,14 +103,14 @@ RUN = RunConfig.model_validate(
             "groups in int8",
             " GiB between their groups, ",
         ),
-        ("dp_shard=4", "layer by layer (FSDP2)", "among 4 ranks that share the state", "among ranks that share"),
+        ("dp_shard=4", "layer by layer (FSDP2)", "among 4 ranks that share the state", " GiB a step"),
     ],
 )
 def test_each_tier_has_its_words_and_bytes(plan, messages, how, sent):
     words = sums_in_words(Plan.parse(plan), RUN)
     assert words is not None
     assert words[0] == messages
-    assert words[1].startswith(f"{how}; a rank sends in a step ") and sent in words[1]
+    assert words[1].startswith(f"{how}; a rank sends ") and sent in words[1]
 
 
 def test_without_data_parallelism_there_is_nothing_to_say():

@@ -49,22 +49,22 @@ def test_a_slow_rank_is_told_with_its_peers_its_category_and_what_others_wait():
     assert found is not None and (found.steps, found.gain_share) == ((88, 99), pytest.approx(0.4))
     assert found.title == "Rank 2 on node1 is slow: it takes 2.0 times as long as its peers"
     assert found.evidence == (
-        "Its own work takes 0.20 s a step, for which its peers take 0.10 s (median of steps 88 to 99), most of it more "
-        "in forward; all others wait 0.10 s in each step."
+        "Its own work takes 0.20 s a step, its peers' 0.10 s (median of steps 88 to 99), mostly because of forward. "
+        "The others wait 0.10 s in each step."
     )
     assert (found.gain, found.plan) == ("up to 0.10 s of each step", "")
     assert found.do == "Look at node1: other programs, clocks, a failing device (`argosy probe` there)."
 
 
 @pytest.mark.parametrize(
-    ("slow", "words"), [((2,), ""), ((2, 3), "; so does rank 3"), ((2, 3, 5), "; so do ranks 3, 5")]
+    ("slow", "words"), [((2,), ""), ((2, 3), " Slow too: rank 3."), ((2, 3, 5), " Slow too: ranks 3, 5.")]
 )
 def test_other_slow_ranks_are_named(slow, words):
     own_s = [0.1] * 8
     for number, rank in enumerate(slow):
         own_s[rank] = 0.3 - 0.05 * number
     found = said(straggler, of_ranks(told(own_s)))
-    assert found is not None and found.evidence.endswith(f"in each step{words}.")
+    assert found is not None and found.evidence.endswith(f"in each step.{words}")
 
 
 @pytest.mark.parametrize(

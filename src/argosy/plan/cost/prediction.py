@@ -37,7 +37,7 @@ Interval = Annotated[Estimate, PlainValidator(lambda ends: Estimate(*_ENDS.valid
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The prediction for one step of one plan; intervals hold nine times of ten."""
+    """The prediction for one step of one plan; with 90 % intervals."""
 
     cluster: str
     """Name of the cluster that it is made for."""

@@ -145,8 +145,9 @@ def sums_in_words(plan: Plan, run: RunConfig) -> tuple[str, str] | None:
         name = axis.removeprefix("expert_")
         if name in sent:
             sent[name] += size
-    amounts = [f"{size / GIB:.3g} GiB {WHERE[name]}" for name, size in sent.items() if size]
-    return messages, f"{', then '.join(ways)}; a rank sends in a step {', '.join(amounts)}"
+    several = len(ways) > 1
+    amounts = [f"{size / GIB:.3g} GiB" + f" {WHERE[name]}" * several for name, size in sent.items() if size]
+    return messages, f"{', then '.join(ways)}; a rank sends {', '.join(amounts)} a step"
 
 
 def ways_to_agree(run: RunConfig, cluster: Cluster, pins: Pins) -> tuple[ExchangeCost, ...]:

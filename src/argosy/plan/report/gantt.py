@@ -20,7 +20,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 LEAST_BAR, MOST_BAR = 24, 100
 """Characters of the chart."""
 HEADS = (
-    *("job", "cluster", "devices", "begins", "takes", "ends (nine times of ten)"),
+    *("job", "cluster", "devices", "begins", "takes", "ends (90 % interval)"),
     *("deadline", "in time", "late", "late costs"),
 )
 """Columns of the table; the last one, the price of devices, is headed by the currency."""

@@ -220,7 +220,7 @@ def _choices(report: PlanReport, choices: Sequence[Candidate]) -> str:
 def _stops(report: PlanReport) -> str:
     about = report.explanation.reliability
     stops = table(
-        ("component", "expected", "nine times of ten"), map(stop_cells, shown_stops(about.components)), ("component",)
+        ("component", "expected", "90 % interval"), map(stop_cells, shown_stops(about.components)), ("component",)
     )
     return f"<p>{stops_in_words(about)}. By the catalogue {burn_in_in_words(about.burn_in)}.</p>{stops}"
 

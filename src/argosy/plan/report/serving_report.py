@@ -118,7 +118,7 @@ def in_words(report: ServingReport) -> str:
     lines += [
         "prefill: devices that do nothing else; at once: requests of each replica at a time.",
         "",
-        f"tp={middle.tp},pp={middle.pp} with {middle.sequences} at once, nine times of ten: first token "
+        f"tp={middle.tp},pp={middle.pp} with {middle.sequences} at once, 90 % intervals: first token "
         f"{within(middle.ttft_s, seconds)}; per token {within(middle.tpot_s, seconds)}",
     ]
     whole = sum(middle.parts.values())

@@ -30,7 +30,7 @@ from argosy.plan.report.report import Explanation, PlanReport, PlanRequest, desc
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
-BAR = 24
+BAR = 12
 """Characters in the longest bar."""
 LEAST_SHOWN = 0.001
 """Share of the whole below which a category is left out."""
@@ -179,7 +179,7 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     """Yield the figures of the explained plan: what it is, the figure with its interval, and a remark."""
     about, choice, run = report.explanation, report.explanation.choice, report.explanation.choice.run
     failures = about.failures
-    yield "step", within(choice.step_s, seconds), "within the interval nine times of ten"
+    yield "step", within(choice.step_s, seconds), "90 % interval"
     yield "memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(report.memory_bytes)} GiB"
     yield "whole run", within(run.time_s, seconds), f"{within(run.device_hours, count)} device-hours"
     if run.money:
@@ -197,7 +197,7 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str, str]]:
 def stops_table(components: Sequence[ExpectedStops]) -> Table:
     """Return expected stops by component, beside those that were seen if somebody looked."""
     looked = any(each.seen is not None for each in components)
-    figures = ("component", "expected", "nine times of ten", *("seen", "") * looked)
+    figures = ("component", "expected", "90 % interval", *("seen", "") * looked)
     table = figures_table(*figures, words=("component", ""), wraps=True)
     for each in shown_stops(components):
         table.add_row(*stop_cells(each), *((str(each.seen or 0), unlike(each)) if looked else ()))

@@ -217,7 +217,7 @@ def show_within(found: Sequence[WithinAnswer], about: str, assumed: Sequence[str
 
 def _of_several(found: Sequence[WithinAnswer]) -> Table:
     table = figures_table(
-        "cluster", "devices", "of", "run (nine times of ten)", "device-hours", "cost", "kWh", words=("cluster",)
+        "cluster", "devices", "of", "run (90 % interval)", "device-hours", "cost", "kWh", words=("cluster",)
     )
     for each in found:
         shown = each.fewest or each.fastest
@@ -235,7 +235,7 @@ def _of_several(found: Sequence[WithinAnswer]) -> Table:
 
 
 def _of_one(found: WithinAnswer) -> Table:
-    table = figures_table("devices", "run (nine times of ten)", "device-hours", "cost", "kWh", "", words=("",))
+    table = figures_table("devices", "run (90 % interval)", "device-hours", "cost", "kWh", "", words=("",))
     for size in _around(found):
         mark = "the fewest in time" if size is found.fewest else "nine times of ten" if size is found.surely else ""
         table.add_row(str(size.devices), *_figures(size, found.currency), mark)

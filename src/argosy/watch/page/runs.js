@@ -46,7 +46,7 @@ const COLUMNS = [
   ["mfu", "MFU", (run) => run.mfu],
   ["eta_s", "Left", (run) => run.eta_s],
   ["cost", "Cost", (run) => run.cost],
-  ["updated_s", "Last word", (run) => run.updated_s],
+  ["updated_s", "Updated", (run) => run.updated_s],
 ];
 const LIVELY = ["training", "silent", "dead", "failed", "stopped", "finished"];
 
@@ -229,7 +229,7 @@ export class RunTable {
       number_(percent(run.mfu, 1), "MFU"),
       number_(run.state === "training" ? duration(run.eta_s) : "–", "left"),
       number_(money(run.cost, run.currency), "cost"),
-      number_(h("time", { title: clock(run.updated_s, true) }, ago(run.updated_s)), "last word", "muted"),
+      number_(h("time", { title: clock(run.updated_s, true) }, ago(run.updated_s)), "updated", "muted"),
     );
   }
 }
@@ -252,7 +252,7 @@ export class RunList {
         "div",
         { class: "side-head" },
         this.filter,
-        h("p", { class: "muted hint" }, "Tick several to lay their curves over each other."),
+        h("p", { class: "muted hint" }, "Tick several to compare their curves."),
       ),
       this.list,
     );

@@ -39,19 +39,19 @@ def straggler(facts: RunFacts, planner: Planner) -> Advice | None:
     own_s = float(np.nanmedian(ranks.own_s[:, at]))
     peers_s = own_s / times
     where = _category(ranks, at)
-    others = f"; so do{'es' * (len(slow) == 2)} {_some(sorted(set(slow) - {rank}))}" if len(slow) > 1 else ""
+    others = f" Slow too: {_some(sorted(set(slow) - {rank}))}." if len(slow) > 1 else ""
     holds = float(np.nanmedian(_over_peers(facts)[1][:, at]))  # whatever each had to do
     lost_s = own_s * (1 - 1 / holds) if holds >= 1 + LEAST_HOLD else 0.0
     first, last = int(ranks.steps[0]), int(ranks.steps[-1])
     share = min(1.0, lost_s / facts.step_s) if facts.step_s > 0 else None
     doing, gain, plan = _without(facts, planner, node, times)
-    waits = f"all others wait {seconds(lost_s)} in each step" if lost_s else "its share of the work is as small"
+    waits = f"The others wait {seconds(lost_s)} in each step." if lost_s else "Its share of the work is as small."
     return Advice(
         "straggler",
         "warning",
         f"Rank {rank} on {node} is slow: it takes {times:.1f} times as long as its peers",
-        f"Its own work takes {seconds(own_s)} a step, for which its peers take {seconds(peers_s)} (median of steps "
-        f"{first} to {last}){where}; {waits}{others}.",
+        f"Its own work takes {seconds(own_s)} a step, its peers' {seconds(peers_s)} (median of steps {first} to "
+        f"{last}){where}. {waits}{others}",
         doing,
         gain or (f"up to {seconds(lost_s)} of each step" if lost_s else ""),
         share,
@@ -152,7 +152,7 @@ def _category(ranks: RankTable, at: int) -> str:
     if not more:
         return ""
     worst = max(more, key=lambda name: more[name] if np.isfinite(more[name]) else 0.0)
-    return f", most of it more in {worst}" if more[worst] > 0 else ""
+    return f", mostly because of {worst}" if more[worst] > 0 else ""
 
 
 def _found_straggler(facts: RunFacts, planner: Planner) -> Advice | None:

@@ -147,8 +147,8 @@ def slower_than_planned(facts: RunFacts, planner: Planner) -> Advice | None:
         "slower_than_planned",
         "info" if is_rough else "warning",
         f"Steps take {found.step_s.measured / found.step_s.predicted:.1f} times as long as planned",
-        f"{seconds(found.step_s.measured)} a step ({over(facts)}), and nine times of ten it should be less than "
-        f"{seconds(found.step_s.high)}. Most of it is {part.replace('_', ' and ')}: {seconds(compared.measured)}, "
+        f"{seconds(found.step_s.measured)} a step ({over(facts)}); predicted: at most {seconds(found.step_s.high)} "
+        f"(90 % interval). Most of it is {part.replace('_', ' and ')}: {seconds(compared.measured)}, "
         f"predicted {seconds(compared.predicted)}. MFU {percent(float(np.nanmean(mfu)))}, at the plan's step "
         f"{percent(min(1.0, would))}.",
         _ABOUT_PARTS[part] + probe,

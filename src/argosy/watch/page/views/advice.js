@@ -115,7 +115,7 @@ function stopsCard(stops) {
       ? h(
           "table",
           { class: "stops" },
-          h("thead", {}, h("tr", {}, ["component", "expected", "nine times of ten", "seen"].map((name) => h("th", {}, name)))),
+          h("thead", {}, h("tr", {}, ["component", "expected", "90 % interval", "seen"].map((name) => h("th", {}, name)))),
           h("tbody", {}, stops.components.map(row)),
         )
       : null,
@@ -138,7 +138,7 @@ function forecastCard(forecast, run) {
     h(
       "dl",
       { class: "vitals inside" },
-      row("The end", clock(middle), `between ${clock(low)} and ${clock(high)}, nine times of ten`),
+      row("Ends", clock(middle), `${clock(low)} to ${clock(high)} (90 % interval)`),
       row(
         "Left",
         duration(middle - Date.now() / 1000),
@@ -146,7 +146,7 @@ function forecastCard(forecast, run) {
       ),
       cost === undefined || cost === null
         ? null
-        : row("Cost in the end", money(cost, currency), `between ${money(cheap)} and ${money(dear)}`),
+        : row("Total cost", money(cost, currency), `between ${money(cheap)} and ${money(dear)}`),
       likely === undefined || likely === null
         ? null
         : row("Loss in the end", loss(likely), `between ${loss(least)} and ${loss(most)}`),

@@ -85,7 +85,7 @@ function beside(answer) {
       ? h(
           "p",
           { class: "muted" },
-          `Nine times of ten the plan expects ${bytes(low)} to ${bytes(high)}.`,
+          `The plan expects ${bytes(low)} to ${bytes(high)} (90 % interval).`,
           limit ? ` The device has ${bytes(limit)}.` : "",
         )
       : null,
