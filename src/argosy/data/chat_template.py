@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ BEGIN_ANSWER, END_ANSWER = "\ufdd0", "\ufdd1"
 """Marks of an answer in rendered text: two of Unicode's noncharacters, which no text has."""
 SOME_ANSWER = "\ufdd2"
 """Stands for an answer where the template is asked how one ends: another noncharacter."""
+PLAIN: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SOME_ANSWER}]
+"""A conversation that each template should take."""
 BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
 """The marks that models write around their reasoning."""
 TODAY = date(2024, 7, 26)
@@ -107,10 +110,9 @@ class ChatTemplate:
 
     def turn_end(self, special: Collection[str]) -> str:
         """Return the text that ends an answer; empty if nothing follows one. special: tokens. Raises: BadRecord."""
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SOME_ANSWER}]
-        tail = self.render(said).rpartition(SOME_ANSWER)[2].strip()
+        tail = self._end.strip()
         if not tail:  # GLM's ends with what begins the next message
-            return _first_of(special, self._after_answer("user"))
+            return _first_of(special, self._before("user"))
         return _first_of(special, tail) or tail.partition("\n")[0]
 
     def conversation(self, conversation: Conversation, special: Collection[str] = ()) -> RenderedConversation:
@@ -182,19 +184,22 @@ class ChatTemplate:
                 begin, end, opening, said = self._as_last(number, at, prompt, text, messages, tools, special)
             if not any(said.endswith(token) for token in special):  # GLM's ends with what begins the next message
                 follows = "tool" if messages[number].get("tool_calls") else "user"
-                token = _first_of(special, text[end:] or self._after_answer(follows))
+                token = _first_of(special, text[end:] or self._before(follows))
                 end, said = end + len(token), said + token
             written += text[at:begin] + opening
             places[number] = [(len(written), len(written) + len(said))]
             written, at = written + said, end
         return written + text[at:], places
 
-    def _after_answer(self, *follows: str) -> str:
-        """Return what is written after an answer, if messages of such roles follow; empty if that is refused."""
-        said = [{"role": role, "content": "a"} for role in ("user", "assistant", *follows)]
-        said[1]["content"] = SOME_ANSWER
+    @cached_property
+    def _end(self) -> str:
+        """What is written after the last answer. Raises: BadRecord if a plain conversation is refused."""
+        return self.render(PLAIN).rpartition(SOME_ANSWER)[2]
+
+    def _before(self, role: str) -> str:
+        """Return what is written between an answer and a message of such a role; empty if that is refused."""
         with suppress(BadRecord):
-            return self.render(said).rpartition(SOME_ANSWER)[2]
+            return self.render([*PLAIN, {"role": role, "content": "a"}]).rpartition(SOME_ANSWER)[2]
         return ""
 
     def _as_last(
@@ -211,9 +216,8 @@ class ChatTemplate:
         and the rest, as it is written when it is the last. at: where the answer before it ends. Raises: BadRecord if
         the template does not show it.
         """
-        other = {"role": "assistant", "content": SOME_ANSWER}
+        after, other = self._end, PLAIN[1]
         last = self.render(messages[: number + 1], tools)
-        after = self.render([*messages[:number], other], tools).rpartition(SOME_ANSWER)[2]
         changed = self.render([*messages[:number], other, *messages[number + 1 :]], tools)
         head, mark, rest = changed.partition(SOME_ANSWER)
         opened = prompt[_same_letters(prompt, self.render(messages[:number], tools)) :]
@@ -345,7 +349,11 @@ def _first_of(special: Collection[str], text: str) -> str:
 
 def _same_letters(one: str, other: str) -> int:
     """Return how many letters two texts begin with that are the same."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        middle = (same + most + 1) // 2
+        same, most = (middle, most) if one[same:middle] == other[same:middle] else (same, middle - 1)
+    return same
 
 
 def _marked(text: str) -> list[tuple[int, int]]:
