@@ -217,6 +217,15 @@ def test_answers_are_those_of_the_templates_that_trl_has_for_training(
         ]
 
 
+def test_an_answer_may_end_with_what_begins_the_next_message() -> None:
+    text = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}"
+    text += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    written, found = answers(text, TALK)
+    assert found == ["\nIt is 2.<|user|>", "\nIt is 4 — fünf minus 1.<|user|>"]
+    assert written == ChatTemplate(text, {}, "").render(TALK) + "<|user|>"
+    assert ChatTemplate(text, {}, "").turn_end(ENDS) == "<|user|>"
+
+
 def test_a_message_may_be_marked_in_parts() -> None:
     parts = CHATML.replace("message['content'] + '<|im_end|>' }}" + UNMARK, "message['content'] }}" + UNMARK)
     parts = parts.replace("{{ '\\n' }}", MARK + "{{ '<|im_end|>' }}" + UNMARK + "{{ '\\n' }}")
