@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from argosy.config.data import FiltersConfig
-from argosy.data.filters import Filters, list_checksums, word_tokenizer
+from argosy.data.filters import Filters, imported, list_checksums, word_tokenizer
 from argosy.errors import UserError
 
 pytest.importorskip("datatrove", reason="pip install 'argosy[filters]'")
@@ -65,6 +66,20 @@ def test_urls_and_words_of_a_list(tmp_path: Path) -> None:
     before = list_checksums(FiltersConfig(blocked_words=words))
     words.write_text("foo\n")
     assert list_checksums(FiltersConfig(blocked_words=words)) != before
+
+
+def test_words_are_found_as_by_one_pattern_of_all(tmp_path: Path) -> None:
+    regex, path, draw = imported("regex"), tmp_path / "words", Random(3)
+
+    def drawn(most: int) -> str:
+        return "".join(draw.choices("aAıİiIſsS k+.-ßẞµμ\u0301é中1_", k=draw.randint(1, most)))
+
+    for _ in range(100):
+        path.write_text("a\n" + "\n".join(drawn(4) for _ in range(5)))
+        words = {line.strip() for line in path.read_text().splitlines()} - {""}
+        all_of_them = regex.compile(rf"(?i)(?<!\w)(?:{'|'.join(map(regex.escape, words))})(?!\w)")
+        rule = Filters(FiltersConfig(blocked_words=path))
+        assert all(bool(rule(text, "")) == bool(all_of_them.search(text)) for text in (drawn(30) for _ in range(10)))
 
 
 def test_words_of_scripts_with_and_without_spaces() -> None:

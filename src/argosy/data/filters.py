@@ -168,10 +168,28 @@ def _with_lower_host(url: str) -> str:
 
 
 def _words(path: Path) -> Rule:
+    """Return the rule of a list. Phrases are looked for whose first word is in a document: a pattern of all of them
+    would be tried one by one at each of its characters."""
     regex = imported("regex")
-    words = sorted(set(_lines("blocked_words", path)))
-    pattern = r"(?i)(?<!\w)(?:" + "|".join(regex.escape(word) for word in words) + r")(?!\w)"
-    return _of_text("word", of_datatrove("filters.regex_filter").RegexFilter(pattern))
+    words_in, phrases = regex.compile(r"\w+"), dict[str, list[str]]()
+    for phrase in sorted(set(_lines("blocked_words", path))):
+        first, *_ = (*words_in.findall(_folded(phrase)), "")
+        phrases.setdefault(first, []).append(regex.escape(phrase))
+
+    @cache
+    def pattern(first: str) -> Any:
+        return regex.compile(rf"(?i)(?<!\w)(?:{'|'.join(phrases[first])})(?!\w)")
+
+    def rule(text: str, url: str) -> str:
+        found = phrases.keys() & {"", *words_in.findall(_folded(text))}
+        return "word" if any(pattern(first).search(text) for first in found) else ""
+
+    return rule
+
+
+def _folded(text: str) -> str:
+    """Return a text in which letters are the same that differ by their case, as `regex` has it."""
+    return text.replace("İ", "i").replace("ı", "i").casefold()
 
 
 def _of_text(name: str, rule: Any) -> Rule:
