@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, pre_tokenizers
-from tokenizers.models import Unigram, WordLevel
+from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from argosy.data import tokenizer as engines
@@ -69,6 +69,28 @@ def test_text_cannot_fake_it_where_the_end_is_a_piece_of_the_vocabulary(tmp_path
     spelled = [tokenizer.eod_id, *(engine.token_to_id(token) for token in ["▁a", *"</s>", "a"])]
     assert tokenizer.encode_prompt("a</s>a") == spelled
     assert tokenizer.encode("a a< s>") == engine.encode("a a< s>").ids
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        WordLevel({"[UNK]": 0, "[EOS]": 1, "a": 2, "</s>": 3}, "[UNK]"),
+        WordPiece({"[UNK]": 0, "[EOS]": 1, "a": 2, "</s>": 3}, unk_token="[UNK]"),
+        BPE(
+            {"[": 0, "E": 4, "</s>": 3, "[E": 2, "[EOS]": 1, "O": 5, "OS]": 6, "S]": 7, "S": 8, "]": 9},
+            [("[", "E"), ("S", "]"), ("O", "S]"), ("[E", "OS]")],
+        ),
+    ],
+    ids=["WordLevel", "WordPiece", "BPE"],
+)
+def test_words_of_text_are_no_end_of_a_document(tmp_path: Path, model: Model) -> None:
+    """A tokenizer trained on text with tags of HTML, or with its own special tokens, has them as words."""
+    engine = HuggingFaceTokenizer(model)
+    engine.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    engine.add_special_tokens(["[EOS]"])
+    engine.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eod_id == 1 and 1 not in tokenizer.encode("a [EOS] </s>")
 
 
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "</s>", "<EOS_TOKEN>", "<seed:eos>", "[|endofturn|]"])

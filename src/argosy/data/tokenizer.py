@@ -12,7 +12,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,13 +123,14 @@ class Tokenizer:
         self._engine.no_truncation()
         self._engine.no_padding()
         self._engine.encode_special_tokens = True
-        if isinstance(self._engine.model, models.Unigram):
-            _cut_spelled_tokens(self._engine, self.special_tokens)
+        takes_pieces = isinstance(self._engine.model, models.Unigram)
+        spelled = [token for token, n in self.special_tokens.items() if takes_pieces or n in self.encode(token)]
+        _cut_spelled_tokens(self._engine, spelled)
         self._of_templates: HuggingFaceTokenizer | None = None
         self.sha256 = hashlib.sha256(json_text.encode()).hexdigest()
         """SHA-256 of the file."""
         self.eod_id = self._find_end(where)
-        """The token that ends a document: the first of END_NAMES that exists."""
+        """The token that ends a document: the first of END_NAMES that is a special token, or else that exists."""
         self.begin_ids = self._find_begin()
         """Tokens that begin a text: what the file's post-processor puts before one (BOS of Llama, Mistral and Gemma);
         none of a tokenizer that is trained here."""
@@ -202,9 +203,10 @@ class Tokenizer:
         return begun[:at]
 
     def _find_end(self, where: str) -> int:
-        for name in END_NAMES:
-            if (token := self._engine.token_to_id(name)) is not None:
-                return token
+        special, every = self.special_tokens, self._engine.get_vocab()  # text may have made words of the other names
+        for known, name in product((special, every), END_NAMES):
+            if name in known:
+                return known[name]
         raise UserError(
             f"tokenizer = {where}: no token ends a document (looked for {' '.join(END_NAMES)}). "
             f"Add {END_OF_DOCUMENT} to its added_tokens, or use another tokenizer."
@@ -219,8 +221,8 @@ def text_vocabulary(engine: HuggingFaceTokenizer) -> int:
 
 
 def _cut_spelled_tokens(engine: HuggingFaceTokenizer, special: Iterable[str]) -> None:
-    """Have `engine` cut a special token that a text spells after its first character: SentencePiece's vocabularies have
-    it as a piece, which nothing else keeps Unigram from taking."""
+    """Have `engine` cut a special token that a text spells after its first character. SentencePiece's vocabularies have
+    it as a piece, which nothing else keeps Unigram from taking; other models may know it as a word, or merge it."""
     spelled = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in special if len(token) > 1)
     steps = [engine.pre_tokenizer] if engine.pre_tokenizer else []
     if spelled:
