@@ -141,6 +141,17 @@ def test_file_is_not_read_to_its_end_for_a_field_that_it_does_not_have(write: An
         texts(write("b.jsonl", jsonl(*without, {"body": "y"}, {"text": "x"})))
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string())],
+    ids=str,
+)
+def test_text_of_a_table_may_be_stored_in_several_ways(tmp_path: Path, kind: pa.DataType) -> None:
+    column = pa.array(["a", None, "ü", "a"]).cast(kind)
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["a", "ü", "a"]
+
+
 def test_a_table_adds_no_nulls_to_calls_of_tools(tmp_path: Path) -> None:
     rows = [{"calls": [{"arguments": given}]} for given in ({"city": "Oslo"}, {"a": 1, "b": None})]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "calls.parquet")

@@ -350,7 +350,7 @@ def _read_parquet(
                         raise _too_long(f"{name}, row {row}", most_bytes)
                     yield _checked(data or b"", f"{name}, row {row}", url or "")
                     row += 1  # noqa: PLW2901  (counts within the group)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{name}: not a Parquet file ({error}). Restore it, or leave it out of `input`.") from None
 
 
@@ -408,7 +408,9 @@ def _check_column(schema: Any, name: str, key: str, field: str) -> None:
             "one that is meant."
         )
     kind = schema.field(field).type
-    if not (kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_binary(kind)):
+    values = kind.value_type if kinds.is_dictionary(kind) else kind
+    of_text = (kinds.is_string, kinds.is_large_string, kinds.is_string_view)
+    if not any(is_kind(values) for is_kind in (*of_text, kinds.is_binary, kinds.is_large_binary, kinds.is_binary_view)):
         raise UserError(f"{name}: column {field!r} holds {kind}, not text. Set `{key}` to one that holds text.")
 
 
