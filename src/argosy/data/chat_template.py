@@ -193,7 +193,7 @@ class ChatTemplate:
 
     @cached_property
     def _end(self) -> str:
-        """What is written after the last answer. Raises: BadRecord if a plain conversation is refused."""
+        """The text after the last answer. Raises: BadRecord if a plain conversation is refused."""
         return self.render(PLAIN).rpartition(SOME_ANSWER)[2]
 
     def _before(self, role: str) -> str:
