@@ -173,8 +173,8 @@ def _words(path: Path) -> Rule:
     regex = imported("regex")
     words_in, phrases = regex.compile(r"\w+"), dict[str, list[str]]()
     for phrase in sorted(set(_lines("blocked_words", path))):
-        first, *_ = (*words_in.findall(_folded(phrase)), "")
-        phrases.setdefault(first, []).append(regex.escape(phrase))
+        first = words_in.search(_folded(phrase))
+        phrases.setdefault(first[0] if first else "", []).append(regex.escape(phrase))
 
     @cache
     def pattern(first: str) -> Any:
