@@ -78,6 +78,8 @@ def test_calls_of_tools_are_answers() -> None:
         ({"messages": [USER, {"role": "narrator", "content": "2"}]}, ROLES),
         ({"conversations": [USER, {"from": "function_call", "value": "add(1)"}]}, NO_CONVERSATION),
         ({"instruction": "1+1=?", "output": "2", "history": ["Hi"]}, NO_CONVERSATION),
+        ({"instruction": "1+1=?", "output": "2", "history": 5}, NO_CONVERSATION),
+        ({"instruction": {"a": 1}, "output": "2"}, NO_CONVERSATION),
         ({"instruction": "1+1=?", "output": ""}, NO_ANSWER),
         ({"messages": [USER]}, NO_ANSWER),
         ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, NO_ANSWER),

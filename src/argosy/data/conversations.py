@@ -79,10 +79,14 @@ def _of_alpaca(record: Record) -> Record:
     """Return a record of LLaMA-Factory's forms as one of the others."""
     if isinstance(record.get("kto_tag"), bool):
         record = {"label": record["kto_tag"], **record}
-    asked = [str(record[name]) for name in ("instruction", "input") if record.get(name)]
+    asked = [text for name in ("instruction", "input") if (text := _text(record.get(name), name))]
     if not asked or record.get("messages") is not None or record.get("prompt") is not None:
         return record
-    before = [{"role": role, "content": text} for turn in record.get("history") or () for role, text in _turn(turn)]
+    turns = record.get("history") or []
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise BadRecord(NO_CONVERSATION, f"history holds {a_kind(turns)}, not pairs of a question and its answer")
+    roles = ("user", "assistant")
+    before = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
     prompt = [*before, {"role": "user", "content": "\n".join(asked)}]
     output = record.get("output")
     if isinstance(output, list) and len(output) == 2:  # the chosen one first
@@ -90,12 +94,6 @@ def _of_alpaca(record: Record) -> Record:
     if record.get("chosen") is not None:
         return {**record, "prompt": prompt}
     return {**record, "messages": [*prompt, {"role": "assistant", "content": output}]}
-
-
-def _turn(turn: Any) -> list[tuple[str, Any]]:
-    if not isinstance(turn, list) or len(turn) != 2:
-        raise BadRecord(NO_CONVERSATION, f"history holds {a_kind(turn)}, not pairs of a question and its answer")
-    return list(zip(("user", "assistant"), turn, strict=True))
 
 
 def _one(record: Record, tools: list[Any] | None) -> Conversation:
