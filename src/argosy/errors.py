@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -165,15 +165,22 @@ def error_of(exit_code: int, text: str) -> ArgosyError:
     return next((kind for kind in kinds if kind.exit_code == exit_code), RunFailed)(text)
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that stop a run with its state saved; its exit code is 128 and the number. SLURM is often asked for
-USR1 before the time of a job is over."""
+USR1 before the time of a job is over; HUP comes when the terminal is closed, or the connection to it lost."""
+
+
+def heeded(numbers: Iterable[int]) -> list[int]:
+    """Return these signals, but for a SIGHUP that is ignored: `nohup` has a program go on without its terminal."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 @contextmanager
 def signals_to(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
-    """Have these signals call `handler` in this block (main thread only); their handlers are those of before then."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Have these signals, as far as they are `heeded`, call `handler` in this block (main thread only); their handlers
+    are those of before then.
+    """
+    before = {number: signal.signal(number, handler) for number in heeded(numbers)}
     try:
         yield
     finally:
@@ -190,6 +197,7 @@ EXIT_CODES = {
     Poisoned.exit_code: "the same crash at the same step, twice",
     StorageError.exit_code: "the disk: the state could not be saved, or no checkpoint can be read",
     Retryable.exit_code: "processes or machines were lost: the same command goes on",
+    129: "stopped as its terminal was closed (SIGHUP), with the state saved: the same command goes on",
     130: "stopped by Ctrl-C, with the state saved: the same command goes on",
     138: "stopped by SIGUSR1, with the state saved: the same command goes on",
     143: "stopped by SIGTERM, with the state saved: the same command goes on",

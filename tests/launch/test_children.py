@@ -32,6 +32,7 @@ def test_parts_that_compute_share_the_cores_and_end_as_they_end(tmp_path: Path, 
     [
         ({"oslo": 2, "lyon": 0}, UserError, r"^oslo ended with exit code 2\. "),
         ({"oslo": 2, "lyon": 1}, RunFailed, r"^oslo ended with exit code 2, lyon ended with exit code 1\. "),
+        ({"oslo": 138, "lyon": 138}, Interrupted, "they have saved; the same command goes on"),
         ({"oslo": 143, "lyon": 1}, Interrupted, "they have saved; the same command goes on"),
     ],
 )

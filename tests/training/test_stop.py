@@ -10,13 +10,14 @@ from threading import Thread, Timer
 
 import pytest
 
+from argosy.errors import STOP_SIGNALS
 from argosy.training import stop as module
 from argosy.training.stop import StopSignal, WorldIsOver
 
 
 @pytest.fixture(autouse=True)
 def _handlers_as_they_were() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -26,11 +27,18 @@ def test_without_a_signal_there_is_no_request():
     assert StopSignal().listen().number is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_remembered(number):
     stop = StopSignal().listen()
     os.kill(os.getpid(), number)
     assert stop.number == number
+
+
+def test_a_closed_terminal_is_ignored_where_the_run_is_to_go_on_without_it():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    stop = StopSignal().listen()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.number is None
 
 
 def test_the_first_signal_is_the_one_that_counts():

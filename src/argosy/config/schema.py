@@ -40,7 +40,7 @@ class ResilienceConfig(Section):
     """Duration of the node health check, before a machine takes part in the run and when a rank on it is in doubt:
     products whose bits are known, memory, speed, on all its cores and GPUs at once; 0 checks nothing."""
     grace_s: PositiveSeconds = 60.0
-    """Time to save the state after SIGTERM, SIGINT or SIGUSR1; then processes are killed."""
+    """Time to save the state after SIGTERM, SIGINT, SIGUSR1 or SIGHUP; then processes are killed."""
     wait_for_nodes_s: Seconds = 60.0
     """Time to wait for a lost node before the run goes on without it, under another plan."""
     coordinator_timeout_s: PositiveSeconds = 600.0

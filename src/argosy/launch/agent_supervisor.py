@@ -16,7 +16,7 @@ from types import FrameType
 
 from argosy.engines.jobset import FINAL_POD_CODES
 from argosy.engines.record import LAUNCH_FOLDER, STOP_FILE
-from argosy.errors import STOP_SIGNALS, Retryable, UnfitNode
+from argosy.errors import STOP_SIGNALS, Retryable, UnfitNode, heeded
 from argosy.launch.requeue import AGENT_RESTARTS, last_step, outcome
 from argosy.processes.supervisor import Restarts
 
@@ -36,7 +36,7 @@ class AgentSupervisor:
 
     def supervise(self) -> int:
         """Return the exit code of the last agent; Retryable's if the run may go on when it is launched again."""
-        for number in STOP_SIGNALS:
+        for number in heeded(STOP_SIGNALS):
             signal.signal(number, self._pass_on)
         restarts, step = Restarts(AGENT_RESTARTS), last_step(self._run_dir)
         while True:

@@ -79,7 +79,7 @@ def supervise(
             others = "; too few are left to agree: they save and end" if is_short else "; the others go on"
         return f"argosy: {name} ended with exit code {code}{others}".encode()
 
-    with signals_to(pass_on, signal.SIGTERM, signal.SIGINT), selectors.DefaultSelector() as selector:
+    with signals_to(pass_on, *STOP_SIGNALS), selectors.DefaultSelector() as selector:
         for name, child in children.items():
             assert child.stdout is not None
             selector.register(child.stdout, selectors.EVENT_READ, name)
@@ -129,7 +129,7 @@ def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
     saved: said if a signal has ended them. folder: that of the run. Raises: Interrupted, UserError, RunFailed.
     """
     wrong = {name: code for name, code in codes.items() if code}
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         if 128 + number in wrong.values():
             raise Interrupted(f"{saved}; the same command goes on", number)
     if wrong:

@@ -22,7 +22,7 @@ from argosy.config.launch import LaunchOptions
 from argosy.config.load import RUN_FILE
 from argosy.config.schema import RunConfig
 from argosy.engines.record import LAUNCH_FOLDER, LaunchedJob
-from argosy.errors import Interrupted, RunFailed, UserError, signals_to
+from argosy.errors import STOP_SIGNALS, Interrupted, RunFailed, UserError, signals_to
 from argosy.extend.loading import approve
 from argosy.launch.resolve import prepare_as_trained
 from argosy.observe.screen import Progress
@@ -88,7 +88,7 @@ class Driver:
         Raises: RunFailed if the trials fail alike; Interrupted after a signal, once those that run have saved;
         UserError if the place where trials run refuses.
         """
-        with signals_to(self._end_by_signal, signal.SIGINT, signal.SIGTERM):
+        with signals_to(self._end_by_signal, *STOP_SIGNALS):
             while not self._stop.is_set():
                 self._collect()
                 trials = self._judged()

@@ -7,7 +7,7 @@ import threading
 import time
 from types import FrameType
 
-from argosy.errors import STOP_SIGNALS
+from argosy.errors import STOP_SIGNALS, heeded
 
 SAME_S = 2.0
 """Signals that come within so long are one: `timeout` and SLURM send theirs to the process and to its group."""
@@ -42,7 +42,7 @@ class StopSignal:
     def listen(self) -> StopSignal:
         """Catch the signals from now on (main thread only)."""
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in heeded(STOP_SIGNALS):
                 signal.signal(number, self._remember)
         return self
 
