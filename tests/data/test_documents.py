@@ -68,6 +68,14 @@ def test_compressed_files_are_read_alike(write: Any) -> None:
     assert texts(plain) == texts(gz) == texts(zst) == ["one", "two"]
 
 
+def test_json_of_records_is_read_as_jsonl(write: Any) -> None:
+    """As C4 and Dolma are; other .json is a text, as code is."""
+    data = jsonl({"text": "one"}, {"text": None}, {"text": "two" * 2**20})
+    assert texts(write("a.json.gz", gzip.compress(data))) == ["one", "two" * 2**20]
+    for name, other in {"b.json": b'{\n "text": "one"}\n', "c.json": jsonl({"name": "x"}), "d.json": data[:9]}.items():
+        assert texts(write(name, other)) == [other.decode()]
+
+
 def test_zst_of_a_long_window_is_read(write: Any) -> None:
     keys = zstandard.ZstdCompressionParameters.from_level(1, window_log=31)
     frame = zstandard.ZstdCompressor(compression_params=keys).compressobj()

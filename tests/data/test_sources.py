@@ -5,10 +5,12 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from argosy.config.data import PrepareConfig
 from argosy.config.extend import ExtendConfig
 from argosy.data import prepare as module
+from argosy.data import sources
 from argosy.data.prepare import prepare
 from argosy.data.sources import find_files
 from argosy.errors import UserError
@@ -190,6 +192,22 @@ def test_of_a_data_set_only_the_tables_of_its_train_split_are_read(tmp_path: Pat
     assert len(find_files([str(tmp_path), str(tmp_path / files[2])]).other_splits) == 1  # one is named
     with pytest.raises(UserError, match=r"has no split train, but validation\. Name the files that are meant"):
         find_files([str(tmp_path / "validation")])
+
+
+class Hub(MemoryFileSystem):
+    protocol = ("hf",)
+
+
+def test_tables_of_a_data_set_on_the_hub_may_be_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    files = [
+        f"/c4/{name}" for name in ("README.md", "en/c4-train.0.json.gz", "en/c4-validation.0.json.gz", "info.json")
+    ]
+    monkeypatch.setattr(sources, "url_to_fs", lambda item: (hub, "/c4"))
+    hub.pipe(dict.fromkeys(files, b"x"))
+    found = find_files(["hf://datasets/allenai/c4"])
+    hub.rm("/c4", recursive=True)
+    assert [file.path for file in (*found.files, *found.other_splits)] == files[1:3]
 
 
 def test_a_folder_of_text_that_is_called_test_is_no_data_set(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from argosy.config.data import PrepareConfig
 from argosy.data.conversations import BadRecord, Record, names_in
@@ -35,6 +36,8 @@ DECOMPRESS_BYTES = 2**20
 """Bytes that are read at once."""
 ZSTD_WINDOW_BYTES = 2**31
 """The largest window of a .zst file, that of zstd --long=31; memory is taken only for what is unpacked."""
+FIRST_LINE_BYTES = 16 * 2**20
+"""Bytes of a .json file in which its first line is looked for."""
 UNPACKED_ROWS = 1024
 """Most rows of a Parquet file that are unpacked at once."""
 MOST_COUNTED_BYTES = 64 * 2**20
@@ -97,8 +100,12 @@ def read_file(
         elif file.suffix == ".parquet":
             yield from _read_parquet(stream, file.name, fields, most_bytes, within)
         else:
+            begun, has_records = _begun(stream, fields) if file.suffix == ".json" else (stream, False)
             shown = 0 if file.compression else file.size or 0
-            yield from _read_text(stream, file.name, max(most_bytes, shown))
+            if has_records:
+                yield from _read_jsonl(begun, file.name, fields, most_bytes, WHOLE_FILE)
+            else:
+                yield from _read_text(begun, file.name, max(most_bytes, shown))
 
 
 def _user_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Iterator[Text | BadInput]:
@@ -169,6 +176,21 @@ def _frames(stream: Any) -> Iterator[bytes]:
 
 def _zstandard() -> Any:
     return imported("zstandard", "zstd", "Reading .zst files")
+
+
+def _begun(stream: BinaryIO, fields: RecordFields) -> tuple[BinaryIO, bool]:
+    """Return a stream with all of `stream`, and whether its first line is a record with text: C4 and Dolma call files
+    of records .json. The other files of that name are code."""
+    pieces, size = list[bytes](), 0
+    while size < FIRST_LINE_BYTES and (piece := stream.read(DECOMPRESS_BYTES)):
+        pieces.append(piece)
+        size += len(piece)
+        if b"\n" in piece:
+            break
+    line = b"".join(pieces).partition(b"\n")[0].removeprefix(BOM_UTF8)
+    all_of_it = chain(pieces, iter(lambda: stream.read(DECOMPRESS_BYTES), b""))
+    again = SimpleNamespace(read=lambda count: next(all_of_it, b""))
+    return cast("BinaryIO", again), isinstance(_record_text(line, fields), Text)
 
 
 def _read_text(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[Text | BadInput]:

@@ -263,8 +263,10 @@ def _of_train(item: str, folder: str, files: list[InputFile], is_hub: bool) -> t
     A data set is a folder of Parquet files whose names or folders name splits, as Hugging Face datasets lay them out,
     or a data set of its hub. What lies beside its tables, such as its README, is not part of it.
     """
-    tables = [file for file in files if file.suffix == ".parquet" or (is_hub and file.suffix in RECORDS)]
-    splits = {file.name: _split(file.path[len(folder) :]) for file in tables}
+    splits = {file.name: _split(file.path[len(folder) :]) for file in files}
+    of_hub = {file.name for file in files if file.suffix in RECORDS or (file.suffix == ".json" and splits[file.name])}
+    tables = [file for file in files if file.suffix == ".parquet" or (is_hub and file.name in of_hub)]
+    splits = {file.name: splits[file.name] for file in tables}
     if not any(splits.values()):
         return (tables if is_hub and tables else files), []
     train = [file for file in tables if splits[file.name] == "train"]
