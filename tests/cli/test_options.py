@@ -118,6 +118,8 @@ def test_a_key_is_an_option(words, key, value):
         ("--model.preset llama-6m", '--model.preset = "llama-6m": no model preset is called'),
         ("--train.stpes 4", "--train.stpes: unknown option; did you mean --train.steps?"),
         ("--learning-rate 4", "--learning-rate: unknown option; here it is --optimizer.lr."),
+        ("--model llama3-8b", "--model: unknown option; here it is --model.preset."),
+        ("--resume", "--resume: unknown option; here it is the default: the same command goes on"),
         ("--rundir 4", "--rundir: unknown option; did you mean --run_dir?"),
         ("--data.stages 4", "--data.stages: no option; set it in the run file."),
         ("other.toml", "other.toml: unexpected; options begin with --, and RUN comes first."),
@@ -238,3 +240,5 @@ def test_a_command_without_a_run_has_its_own_options():
     assert parse(["--run-dir", "x"], "argosy test", Extra) == Extra(Path("x"))
     with pytest.raises(UserError, match="--jsn: unknown option; did you mean --json"):
         parse(["--jsn"], "argosy test", Extra)
+    with pytest.raises(UserError, match="--gpus: unknown option; there are: "):
+        parse(["--gpus", "8"], "argosy test", Extra)

@@ -203,13 +203,13 @@ def test_the_price_of_an_hour_is_said(ask: Any) -> None:
 
 @pytest.mark.parametrize("named", ["{}", "{}/", "{}/config.json"])
 def test_a_model_can_be_a_hugging_face_folder(ask: Any, tmp_path: Path, named: str) -> None:
-    folder = tmp_path / "My-Llama"
+    folder = tmp_path / "My-Llama-0.6B"
     folder.mkdir()
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4, "intermediate_size": 1024}
     described = {"model_type": "llama", "vocab_size": 32_000, "max_position_embeddings": 4096, **sizes}
     (folder / "config.json").write_text(json.dumps(described))
     said = json.loads(ask("--model", named.format(folder), "--cluster", "2xh100", "--json"))
-    assert (said["model"], said["seq_len"]) == ("My-Llama", 4096)
+    assert (said["model"], said["seq_len"]) == ("My-Llama-0.6B", 4096)
     assert said["parameters"] == 2 * 32_000 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
 
 

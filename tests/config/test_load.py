@@ -198,7 +198,7 @@ def test_every_synonym_leads_to_a_key_that_exists(run_file):
     for synonym, answer in ELSEWHERE.items():
         assert synonym not in known
         first = answer.split(" ")[0].rstrip(",:")
-        assert first in known or "plan" in answer, synonym
+        assert first in known or "plan" in answer or answer.startswith("the default: "), synonym
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from typing_extensions import Doc
 
 from argosy.config.layers import RENAMED, Setting, Source, new_key
 from argosy.config.load import OPTION_MARK, build, load, origin_of
-from argosy.config.problems import suggestion
+from argosy.config.problems import ELSEWHERE, suggestion
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, Mark, Section, count_of, dotted, key_fields, key_of, meanings, value_type
 from argosy.errors import ArgosyWarning, UserError
@@ -323,7 +323,8 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
     lines = []
     for name in (word.split("=")[0] for word in unknown if word.startswith("-")):
         key = key_of(name.lstrip("-"))
-        hint = "set it in the run file." if key in hidden else suggestion(key, known, mark=OPTION_MARK)
+        elsewhere = ELSEWHERE if schema is RunConfig else {}  # another command has no keys of a run
+        hint = "set it in the run file." if key in hidden else suggestion(key, known, OPTION_MARK, elsewhere)
         lines.append(f"{name}: {'no' if key in hidden else 'unknown'} option; {hint}")
     if unknown and not lines:
         order = ", and RUN comes first" if prog.endswith(RUN_ARGUMENT) else ""

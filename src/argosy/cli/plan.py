@@ -87,7 +87,7 @@ class Options:
     """A run file, or the name of a run preset; or use --model. A run's folder: what is left of it, on fewer devices, on
     more, or on each --cluster."""
     model: str | None = None
-    """A model preset (`argosy config presets` lists them), a Hugging Face folder, or its config.json."""
+    """A preset (`argosy config presets`), a Hugging Face folder, its URL (hf://OWNER/NAME) or its config.json."""
     cluster: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NxDEVICE, a preset, or a file; default with a run: this machine. Given several times: side by side."""
     global_batch: WholeCount | None = None
@@ -243,7 +243,8 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
         return of_model(options.model, cluster, asked)
     from argosy.models.hf import import_config  # takes seconds: it imports torch
 
-    return of_model(import_config(path), cluster, asked, name=(path.parent if path.suffix else path).resolve().name)
+    named = (path.parent if path.suffix == ".json" else path).resolve().name
+    return of_model(import_config(path), cluster, asked, named)
 
 
 def _serving_question(options: Options) -> ServingQuestion:

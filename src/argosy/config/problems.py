@@ -214,7 +214,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "model.tie_embeddings": "tie_word_embeddings",
     "model.init_std": "initializer_range",
     "model.family": "model_type",
-    "model.preset": "model_name",
+    "model.preset": "model model_name",
+    "model.weights": "model_name_or_path pretrained_model_name_or_path init_from",
     "data.seq_len": "context_length sequence_length seq_length block_size max_length max_seq_length",
     "data.sources (prepared folders), or data.prepare.input (text)": "dataset datasets data_path",
     "data.sources": "weights mixture",
@@ -229,7 +230,12 @@ _ELSEWHERE: Mapping[str, str] = {
     'a word of the plan, e.g. plan = "auto,precision=bf16"': "precision dtype bf16",
     'a word of the plan, e.g. plan = "tp=2"': "tensor_parallel_size tp",
     'a word of the plan, e.g. plan = "pp=2"': "pipeline_parallel_size pp",
+    'a word of the plan, e.g. plan = "dp_shard=8,zero=3"': "fsdp deepspeed zero zero_stage",
+    'a word of the plan, e.g. plan = "auto,recompute=selective"': "gradient_checkpointing activation_checkpointing",
+    'a word of the plan, e.g. plan = "auto,compile=true"': "compile torch_compile",
+    "the default: the same command goes on from the newest checkpoint": "resume resume_from_checkpoint",
     "name": "experiment run_name",
+    "name (the folder is runs/NAME), or the option --run-dir": "output_dir out_dir save_dir dump_folder",
     "seed": "random_seed",
 }
 """The key here, or words that say where it went -> other programs' names of it."""

@@ -261,7 +261,7 @@ def import_config(place: str | Path, named: str = "") -> ModelConfig:
 
 def _config_of(folder: ModelFolder, name: str = HF_CONFIG) -> dict[str, Any]:
     if folder.size(name) is None:
-        remedy = f"Give a Hugging Face folder: {HF_CONFIG} and *.safetensors."
+        remedy = "Give a Hugging Face folder, or hf://OWNER/NAME."
         if folder.size(ADAPTER_CONFIG) is not None:
             remedy = "An adapter alone is: argosy checkpoint import FOLDER --base WEIGHTS --out RUN joins both."
         raise UserError(f"{folder.where(name)} is not there. {remedy}")
