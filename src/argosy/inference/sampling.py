@@ -75,6 +75,10 @@ class Completion:
     finish: Finish
 
 
+MOST_AGAIN = 64
+"""Tokens that are decoded again with each new one: with all, the time of a text would be the square of its length."""
+
+
 class GrowingText:
     """The text of tokens that come one by one: what is told of it never changes afterwards.
 
@@ -102,6 +106,8 @@ class GrowingText:
         if safe.endswith("\N{REPLACEMENT CHARACTER}") or not safe.startswith(self._told):
             return ""  # the middle of a character: the next token ends it
         new, self._told = safe[len(self._told) :], safe
+        if new and not held and len(self._tokens) >= MOST_AGAIN:  # what follows is its own text, and so are stop words
+            self._tokens, self._after, self._told = [], [token], ""
         return new
 
     def rest(self) -> str:
