@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from argosy.processes.child import ChannelClosed, ForkEntry, Message, channel_to_parent
-from argosy.processes.fork_server import ForkServer, Unanswered, fork
+from argosy.processes import fork_server as module
+from argosy.processes.child import ChannelClosed, Child, ForkEntry, Message, channel_to_parent
+from argosy.processes.fork_server import ForkServer, Unanswered, tried
 from waiting import wait_until
 
 
@@ -189,13 +191,26 @@ def test_a_fork_that_the_system_refuses_is_tried_again(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr("os.fork", refuse)
-    monkeypatch.setattr("argosy.processes.fork_server.FORK_AGAIN_S", 0.0)
-    assert fork() == 7
+    monkeypatch.setattr(module, "FORK_AGAIN_S", 0.0)
+    assert tried(refuse) == 7
     answers = iter([BlockingIOError()])
-    monkeypatch.setattr("argosy.processes.fork_server.FORK_S", -1.0)
+    monkeypatch.setattr(module, "FORK_S", -1.0)
     with pytest.raises(BlockingIOError):
-        fork()
+        tried(refuse)
+
+
+def test_one_that_takes_the_place_of_another_is_tried_again_too(fork_server, monkeypatch):
+    refusals = iter([BlockingIOError("no more processes")])
+    start = module.Child
+
+    def child(*arguments: Any, **options: Any) -> Child:
+        for refusal in refusals:
+            raise refusal
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(module, "Child", child)
+    fork_server.replace()
+    assert fork_server.fork("a", GREET, {"COLOUR": "red"}).receive()["kind"] == "hello"
 
 
 def test_signals_that_a_terminal_sends_to_all_do_not_end_it(fork_server):

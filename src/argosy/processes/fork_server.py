@@ -21,10 +21,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from argosy.errors import STOP_SIGNALS
 from argosy.processes.child import (
@@ -60,6 +61,8 @@ ANSWER_LOOK_S = 0.5
 FORK_S, FORK_AGAIN_S = 10.0, 0.1
 """Time for which a fork is tried that the system refuses, and time between two tries."""
 
+T = TypeVar("T")
+
 
 class Unanswered(Exception):
     """A process that was asked for does not answer; it says why. It is killed, or the fork server is."""
@@ -82,7 +85,9 @@ class ForkServer:
     def _start(self) -> None:
         # Workers, and the compilers that they start, are told of a terminal's Ctrl-C by their agent, and not by the
         # terminal. What workers print is for it all the same.
-        self._process = Child("argosy.processes.fork_server", self._imports, stdout=self._stdout, stderr=self._stderr)
+        self._process = tried(
+            partial(Child, "argosy.processes.fork_server", self._imports, stdout=self._stdout, stderr=self._stderr)
+        )
         self.has_forked = False
         """True once it has forked any process."""
         if self._prepared is not None:
@@ -234,7 +239,7 @@ def _serve(client: Channel) -> ForkEntry | None:
                 _take_on(request["asked"], request.get("descriptors", []))
                 continue
             asked, (descriptor,) = request["asked"], request["descriptors"]
-            pid = fork()
+            pid = tried(os.fork)
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -250,16 +255,16 @@ def _serve(client: Channel) -> ForkEntry | None:
     return None
 
 
-def fork() -> int:
-    """Return what os.fork does; try for `FORK_S` where there can be no more processes or memory: the dead one whose
+def tried(start: Callable[[], T]) -> T:
+    """Return what `start` does; try for `FORK_S` where there can be no more processes or memory: the dead one whose
     place is filled may still be letting go of its own.
 
-    Raises: OSError. All that this process has forked ends with it.
+    Raises: OSError. All that a fork server has forked ends with it.
     """
     end = time.monotonic() + FORK_S
     while True:
         try:
-            return os.fork()
+            return start()
         except OSError:
             if time.monotonic() > end:
                 raise
