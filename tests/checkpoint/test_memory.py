@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -152,6 +153,17 @@ def test_an_in_memory_checkpoint_knows_where_in_which_run_it_stands(tmp_path):
     save(checkpointer(tmp_path), 10)
     (saved,) = memory_checkpoints_in(tmp_path)
     assert saved.state == (Position(10, 1000, ((3, 5),)), HISTORY)
+
+
+def test_where_there_can_be_no_more_threads_training_waits_for_it(tmp_path, monkeypatch):
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    saving = checkpointer(tmp_path)
+    saving.save(Position(3, 0), state(3))
+    assert saving.step == 3 and found(tmp_path).keys() == {(3, 0)}
+    saving.abandon()
 
 
 def test_what_training_does_after_the_call_is_not_in_the_checkpoint(tmp_path):

@@ -18,7 +18,7 @@ from argosy.checkpoint.checksums import DamagedCheckpoint, shard_name
 from argosy.checkpoint.rank_writer import SaveOrder, commit_part
 from argosy.checkpoint.save import WRITER
 from argosy.checkpoint.store import Checkpoint
-from argosy.checkpoint.writer import verify_together, vouch
+from argosy.checkpoint.writer import Upkeep, Writer, verify_together, vouch
 from argosy.processes.child import Child
 from checkpoint.saving import flip_a_bit, manifest
 
@@ -140,6 +140,21 @@ def process() -> Iterator[Child]:
     os.close(memory)
     yield child
     child.kill()
+
+
+def test_a_rank_that_cannot_read_its_share_says_so_and_reads_that_of_the_next(checkpoint, tmp_path, monkeypatch):
+    news, answers = list[str](), iter([RuntimeError("can't start new thread"), None])
+
+    def problem(*_: object) -> None:
+        if (answer := next(answers)) is not None:
+            raise answer
+
+    monkeypatch.setattr(Checkpoint, "problem", problem)
+    saver = Writer(-1, lambda what, /, **facts: news.append(what))
+    for _ in range(2):
+        saver._upkeep.put(order(tmp_path, 1), Upkeep())
+    saver._upkeep.finish()
+    assert news == ["upkeep_failed"] and list(tmp_path.rglob("*.read"))
 
 
 def test_it_imports_nothing_heavy():

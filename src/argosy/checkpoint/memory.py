@@ -193,23 +193,28 @@ class MemoryCheckpointer:
         except OSError as error:
             problem = str(error)  # the other ranks must hear of it, so it travels through what follows
         finish = partial(self._finish, position.step, time.monotonic() - began, problem)
-        self._thread = threading.Thread(target=finish, name="argosy-memory", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=finish, name="argosy-memory", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there can be no more threads; the other ranks count on this one
+            finish()
+        else:
+            self._thread = thread
 
     def wait(self) -> None:
         """Wait for the save in flight, if any, and report if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            if self._problem is not None:
-                self._failed(self._problem)
-                self._problem = None
+        if self._problem is not None:
+            self._failed(self._problem)
+            self._problem = None
 
     def abandon(self) -> None:
         """Let go of the save in flight: its world is over."""
         if self._thread is not None:
             self._thread.join()
-            self._thread, self._problem = None, None
+        self._thread, self._problem = None, None
 
     def close(self) -> None:
         """Close its group, which else stays until the world ends. No save may be in flight, on any rank."""

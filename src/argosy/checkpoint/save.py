@@ -56,8 +56,8 @@ class Saver:
         `check()` is called again and again while these wait: what it raises ends the waiting.
 
         On the first rank: "save" (step, seconds, bytes), "save_failed" (step, error), "verified" (step, seconds),
-        "damaged_checkpoint" (problem), "prune" (step), "upkeep_failed" (error), "drained" (step, seconds, bytes),
-        "drain_failed" (step, error). On every rank: "writer_died" (pid, why).
+        "damaged_checkpoint" (problem), "prune" (step), "drained" (step, seconds, bytes), "drain_failed" (step, error).
+        On every rank: "writer_died" (pid, why), "upkeep_failed" (error).
         """
         self._run_dir, self._world, self._heard = run_dir, world, heard
         self._upkeep, self._check = upkeep or Upkeep(), check

@@ -192,11 +192,11 @@ class Writer:
 
     def _look_after(self, order: SaveOrder, upkeep: Upkeep) -> None:
         """Read back what was not read yet; as the first rank, delete what is not kept."""
-        if order.rank:
-            vouch(order, self._is_closing)
-            return
         run_dir = Path(order.run_dir)
         try:
+            if order.rank:
+                vouch(order, self._is_closing)
+                return
             order.check_generation()
             for checkpoint in store.committed(run_dir):
                 if not checkpoint.is_verified:
