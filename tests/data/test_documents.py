@@ -5,7 +5,10 @@ import io
 import json
 import tracemalloc
 from codecs import BOM_UTF8
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +30,7 @@ from argosy.data.documents import (
     cut_input,
     sample_texts,
 )
-from argosy.data.formats import RecordFields, read_file, text_lines
+from argosy.data.formats import RecordFields, Text, read_file, text_lines
 from argosy.data.sources import InputFile, find_files
 from argosy.errors import UserError
 
@@ -207,6 +210,37 @@ def test_file_that_vanished_is_refused(write: Any) -> None:
     path.unlink()
     with pytest.raises(UserError, match=r"a\.txt: cannot be read"):
         list(gone.read())
+
+
+class _Cut(SimpleHTTPRequestHandler):
+    """Serves files as a whole, as it does everywhere, and of cut.txt less than it says."""
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        outputfile.write(source.read()[: 5 if "cut" in self.path else None])
+
+
+def test_files_of_a_server_without_ranges_are_read_from_their_beginning(write: Any, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    text = "x" * (6 * 2**20)  # more than fsspec asks for at once
+    pq.write_table(pa.table({"text": [text]}), tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    write("a.jsonl", jsonl({"text": text}))
+    write("cut.txt", b"a text")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Cut, directory=str(tmp_path))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+
+        def found(name: str) -> list[bytes]:
+            (file,) = find_files([f"http://127.0.0.1:{server.server_port}/{name}"]).files
+            return [item.data for item in read_file(file, RecordFields("text")) if isinstance(item, Text)]
+
+        try:
+            assert found("a.jsonl") == found("a.parquet") == [text.encode()]
+            with pytest.raises(UserError, match=r"cut\.txt: cannot be read"):
+                found("cut.txt")
+        finally:
+            server.shutdown()
 
 
 def test_stops_after_max_text_bytes_at_a_whole_character(write: Any) -> None:

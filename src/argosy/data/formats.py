@@ -98,7 +98,9 @@ def read_file(
         if file.suffix in (".jsonl", ".ndjson"):
             yield from _read_jsonl(stream, file.name, fields, most_bytes, within)
         elif file.suffix == ".parquet":
-            yield from _read_parquet(stream, file.name, fields, most_bytes, within)
+            is_seekable = file.is_seekable and stream.seekable()
+            table = stream if is_seekable else io.BytesIO(_read_all(stream, file.name, most_bytes))
+            yield from _read_parquet(table, file.name, fields, most_bytes, within)
         else:
             begun, has_records = _begun(stream, fields) if file.suffix == ".json" else (stream, False)
             shown = 0 if file.compression else file.size or 0
@@ -119,10 +121,14 @@ def _user_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Itera
 @contextmanager
 def _opened(file: InputFile) -> Iterator[BinaryIO]:
     zstd_error = _zstandard().ZstdError if file.compression == ".zst" else zlib.error
+    remote_error = zlib.error if "file" in file.fs.protocol else Exception  # each remote file system has its own
+    options = {} if file.is_seekable else {"block_size": 0}  # fsspec would ask an http server for parts
     try:
         with ExitStack() as stack:
-            yield _decompressed(stack.enter_context(file.fs.open(file.path, "rb")), file.compression)
-    except (OSError, EOFError, zlib.error, zstd_error) as error:
+            yield _decompressed(stack.enter_context(file.fs.open(file.path, "rb", **options)), file.compression)
+    except UserError:
+        raise
+    except (OSError, EOFError, zlib.error, zstd_error, remote_error) as error:
         raise UserError(
             f"{file.name}: cannot be read ({error or type(error).__name__}). Check the file and your rights to it, or "
             "leave it out of `input`."
@@ -356,7 +362,7 @@ def _read_parquet(
     pa, pq = (imported(module, "parquet", f"Reading {name}") for module in ("pyarrow", "pyarrow.parquet"))
     columns = [column for column in (fields.text, fields.url) if column]
     try:
-        table = pq.ParquetFile(stream if stream.seekable() else io.BytesIO(_read_all(stream, name, most_bytes)))
+        table = pq.ParquetFile(stream)
         if fields.document_of is not None:
             yield from _read_rows(table, name, fields.document_of, within)
             return
