@@ -224,6 +224,9 @@ def test_an_answer_may_end_with_what_begins_the_next_message() -> None:
     assert found == ["\nIt is 2.<|user|>", "\nIt is 4 — fünf minus 1.<|user|>"]
     assert written == ChatTemplate(text, {}, "").render(TALK) + "<|user|>"
     assert ChatTemplate(text, {}, "").turn_end(ENDS) == "<|user|>"
+    ended = ChatTemplate(text.replace("m.content }}", "m.content + 'END\\n' }}"), {}, "")
+    shown = ended.conversation(Conversation(TALK[1:3]), [*ENDS, "END"])
+    assert shown.text == ended.render(TALK[1:3])
 
 
 def test_a_message_may_be_marked_in_parts() -> None:

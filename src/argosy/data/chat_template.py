@@ -182,7 +182,7 @@ class ChatTemplate:
                     end, said = len(prompt) + len(kept), kept
             else:
                 begin, end, opening, said = self._as_last(number, at, prompt, text, messages, tools, special)
-            if not any(said.endswith(token) for token in special):  # GLM's ends with what begins the next message
+            if not any(said.rstrip().endswith(token) for token in special):  # GLM: what begins the next message
                 follows = "tool" if messages[number].get("tool_calls") else "user"
                 token = _first_of(special, text[end:] or self._before(follows))
                 end, said = end + len(token), said + token
