@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from argosy.config.dump import dump
 from argosy.config.launch import LeaseUrl
 from argosy.config.load import RUN_FILE
@@ -241,21 +239,19 @@ def _merged(target: Object, patch: Object) -> Object:
     return result
 
 
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # which has no types
-    """Writes texts of several lines as they are, where YAML can."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
-
 def in_yaml(objects: Sequence[Object]) -> str:
     """Return objects as documents of YAML, each after a line "---"."""
-    text: str = yaml.dump_all(objects, Dumper=_Dumper, explicit_start=True, sort_keys=False, width=sys.maxsize)
-    return text
+    import yaml  # here: lists of runs and other engines write none
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # which has no types
+        """Writes texts of several lines as they are, where YAML can."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, write_text)
+    written: str = yaml.dump_all(objects, Dumper=Dumper, explicit_start=True, sort_keys=False, width=sys.maxsize)
+    return written
