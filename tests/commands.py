@@ -67,6 +67,9 @@ node_check_s = 0.02
 One thread for each process, as the tests' own: a second one would wait for the first in a loop, for matrices this
 small; and how many threads add up is the same on one node and on several."""
 
+FORKED = ("train", "sweep", "watch")
+"""The commands that tests start most often."""
+
 
 @dataclass
 class Folder:
@@ -75,7 +78,7 @@ class Folder:
     path: Path
     corpus: Path
     starts_anew: bool = False
-    """True if `argosy train` and `sweep` are started as a user's shell would, and not forked from one with imports."""
+    """True if those of `FORKED` are started as a user's shell would, and not forked from a process with imports."""
 
     def write_run(self, name: str = "run.toml", *, steps: int = 10, every_steps: int = 2, processes: int = 2) -> Path:
         """A run file of the tiny model."""
@@ -88,7 +91,7 @@ class Folder:
         given after it.
         """
         given, environment = [str(word) for word in words], {**os.environ, "COLUMNS": "200", **variables}
-        if given[0] in ("train", "sweep") and not (self.starts_anew or within or "PYTHONPATH" in variables):
+        if given[0] in FORKED and not (self.starts_anew or within or "PYTHONPATH" in variables):
             return cast("subprocess.Popen[str]", WarmCommand(given, self.path, environment))
         command = [*within, sys.executable, "-m", "argosy", *given]
         pipe = subprocess.PIPE

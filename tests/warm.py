@@ -2,8 +2,8 @@
 
 A start takes 0.1 to 1.6 s of CPU time, nearly all of it for imports, and the tests need more than a thousand: each
 `prepare` has a worker, each run a fork server and a coordinator, each rank that saves a writer. The same `main` runs,
-in a process of its own and with the same channel. `WarmCommand` is `argosy train` or `sweep` so: its children are
-forked from one that it forks itself.
+in a process of its own and with the same channel. `WarmCommand` is a command so (`argosy train`, `sweep`, `watch`): its
+children are forked from one that it forks itself.
 """
 
 from __future__ import annotations
