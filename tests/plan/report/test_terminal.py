@@ -10,7 +10,7 @@ from rich.console import Console
 from argosy.plan.plan import Plan
 from argosy.plan.report.report import PlanReport, plan_report
 from argosy.plan.report.request import Question, of_model
-from argosy.plan.report.terminal import show
+from argosy.plan.report.terminal import figures_table, show
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,13 @@ def test_the_figures_of_a_plan_that_does_not_fit_beside_them_have_its_number(rep
     plans = [line.split()[1] for line in lines if line.startswith(" 1  ")]
     assert plans[0] == report.choices[0].plan
     assert all(len(line) <= 80 for line in lines if "microbatch=" not in line)
+
+
+def test_a_table_that_is_too_wide_loses_no_figure():
+    table, out = figures_table("run", "cost"), StringIO()
+    table.add_row("28.8 days (19.2 days to 43.3 days)", "81.7k (46.4k to 159k) USD")
+    Console(file=out, width=40).print(table)
+    assert {"43.3", "159k)", "USD"} <= set(out.getvalue().split())
 
 
 def test_a_notebook_shows_the_report_as_a_table_of_plans(report):

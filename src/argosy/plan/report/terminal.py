@@ -59,11 +59,11 @@ def line_printer(console: Console) -> Callable[..., None]:
     return line
 
 
-def figures_table(*columns: str, words: Collection[str] = (), wraps: bool = False) -> Table:
+def figures_table(*columns: str, words: Collection[str] = ()) -> Table:
     """Return a table without lines, and without a head if no columns are named. All but `words` are figures."""
     table = Table(box=None, show_header=bool(columns), pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=not wraps)
+        table.add_column(name, justify="left" if name in words else "right")
     return table
 
 
@@ -76,7 +76,7 @@ def plans_table(
     """
     figures = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
     is_narrow = width < figures + max(map(len, plans))
-    table = figures_table(*columns, "plan", words=("plan", *words), wraps=width < figures + len("plan"))
+    table = figures_table(*columns, "plan", words=("plan", *words))
     for number, (row, plan) in enumerate(zip(rows, plans, strict=True), 1):
         table.add_row(*row, f"{number}" if is_narrow else plan)
     yield table
@@ -198,7 +198,7 @@ def stops_table(components: Sequence[ExpectedStops]) -> Table:
     """Return expected stops by component, beside those that were seen if somebody looked."""
     looked = any(each.seen is not None for each in components)
     figures = ("component", "expected", "90 % interval", *("seen", "") * looked)
-    table = figures_table(*figures, words=("component", ""), wraps=True)
+    table = figures_table(*figures, words=("component", ""))
     for each in shown_stops(components):
         table.add_row(*stop_cells(each), *((str(each.seen or 0), unlike(each)) if looked else ()))
     return table
@@ -228,7 +228,7 @@ def _network(found: NetworkReport) -> Iterator[RenderableType]:
     """Yield where ranks are on the network, and what a message of each axis takes there."""
     yield Text(f"\n{network_in_words(found)}")
     words = [name for name, is_number in AXIS_COLUMNS.items() if not is_number]
-    table = figures_table(*AXIS_COLUMNS, words=words, wraps=True)
+    table = figures_table(*AXIS_COLUMNS, words=words)
     for axis in found.axes:
         table.add_row(*axis_cells(axis))
     yield table
@@ -262,7 +262,7 @@ def _outlooks(report: PlanReport) -> Iterator[RenderableType]:
             yield Text(f'  {seconds(split.step_s)} a step with "{split.plan}": {shares_in_words(split)}')
     if report.exchanges:
         yield Text("\nSites that sum gradients in every step (H = 1), or agree every H steps (sync=diloco):")
-        table = figures_table("H", "GiB a step and site", "step", wraps=True)
+        table = figures_table("H", "GiB a step and site", "step")
         table.add_column(Text("[sync], of a run with [[sites]]"))
         for way in report.exchanges:
             keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way.sync.items())
@@ -341,10 +341,8 @@ def recommendation(found: Sequence[OnCluster]) -> str:
 def _of_clusters(found: Sequence[OnCluster]) -> Table:
     currencies = list(dict.fromkeys(one.report.currency for one in found if one.report))
     money = currencies[0] if len(currencies) == 1 else "cost"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("cluster", overflow="fold")
-    for name in ("devices", "step", "tokens/s", "MFU", "GiB", "run", money, "an hour", "kWh"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("devices", "step", "tokens/s", "MFU", "GiB", "run", money, "an hour", "kWh")
+    table = figures_table("cluster", *figures, words=("cluster",))
     for one in found:
         if one.report is None:
             table.add_row(one.named, *9 * ["-"])
