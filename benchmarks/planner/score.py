@@ -68,11 +68,15 @@ class Model:
         )
         self.measured = np.array([row.value for row in rows])
         self.is_memory = np.array([row.metric == "memory" for row in rows])
+        self.fits: dict[tuple[str, bytes], Mapping[str, float]] = {}
+        """Metric and a mask of its rows -> the constants that were fitted to them."""
 
     def predict(self, constants: Constants) -> Floats:
         """Return the seconds of a step, or bytes, of each row."""
-        time = StepModel(self.plans, self.work, self.rates, self.system, constants).predict().total
-        return np.where(self.is_memory, self.memory(constants), time)
+        if self.is_memory.all():
+            return self.memory(constants)
+        time = np.asarray(StepModel(self.plans, self.work, self.rates, self.system, constants).predict().total)
+        return np.where(self.is_memory, self.memory(constants), time) if self.is_memory.any() else time
 
     def memory(self, constants: Constants) -> Floats:
         """Return the bytes at the peak. For computed figures, leave out what only real runs have."""
@@ -204,20 +208,26 @@ def errors(rows: list[Row], published: list[Row], calibration_rows: int = 0) -> 
 
 def fitted(model: Model, chosen: NDArray[np.bool_], begin: Constants | None = None) -> Constants:
     """Return the constants that fit the chosen rows best."""
-    found = begin
+    values = dict(vars(begin or Constants()))
     for metric, free in (("time", OF_TIME), ("memory", OF_MEMORY)):
-        rows = [row for row, take in zip(model.rows, chosen, strict=True) if take and row.metric == metric]
-        if not rows:
+        mine = chosen & (model.is_memory == (metric == "memory"))
+        if not mine.any():
             continue
-        part = Model(rows)
-        near = np.abs(np.log(part.predict(Constants()) / part.measured)) < FIT_OUTLIER
-        part = Model([row for row, take in zip(rows, near, strict=True) if take])
-        shared = [row.shared for row in part.rows]
-        fit_of = fit_constants(part.predict, part.measured, shared, free=free, begin=begin)
-        values = {name: getattr(fit_of.constants, name) for name in free}
-        found = Constants(**{**vars(found or Constants()), **values})
-    assert found is not None
-    return found
+        key = metric, mine.tobytes()  # many choices of rows have the same few of memory
+        if key not in model.fits:
+            model.fits[key] = _fit(model, mine, free, begin)
+        values |= model.fits[key]
+    return Constants(**values)
+
+
+def _fit(model: Model, chosen: NDArray[np.bool_], free: Sequence[str], begin: Constants | None) -> Mapping[str, float]:
+    rows = [row for row, take in zip(model.rows, chosen, strict=True) if take]
+    part = Model(rows)
+    near = np.abs(np.log(part.predict(Constants()) / part.measured)) < FIT_OUTLIER
+    part = Model([row for row, take in zip(rows, near, strict=True) if take])
+    shared = [row.shared for row in part.rows]
+    fit_of = fit_constants(part.predict, part.measured, shared, free=free, begin=begin)
+    return {name: getattr(fit_of.constants, name) for name in free}
 
 
 def calibrated(model: Model, constants: Constants, predicted: Floats, drawn: NDArray[np.bool_]) -> Floats:
