@@ -234,6 +234,7 @@ def _workload(cell: dict[str, str], number: dict[str, float | None]) -> Workload
         experts_per_token=given("moe_topk"),
         expert_ffn_width=given("moe_ffn"),
         shared_ffn_width=given("moe_ffn") if latent else 0.0,
+        expert_matrices=3.0 if gated else 2.0,
         expert_biases=float(biased),
         q_rank=1536.0 if latent else 0.0,
         kv_rank=512.0 if latent else 0.0,

@@ -376,6 +376,7 @@ def _of_sizes(sizes: dict[str, float]) -> tuple[Workload, float, float | None]:
         experts_per_token=given("experts_per_token"),
         expert_ffn_width=given("expert_ffn_width"),
         shared_ffn_width=given("shared_ffn_width"),
+        expert_matrices=given("ffn_matrices"),
         q_rank=given("q_rank"),
         kv_rank=given("kv_rank"),
         rope_width=given("rope_width"),

@@ -14,10 +14,13 @@ from argosy.plan.parameters import active_parameters, parameter_table, trained_s
 from argosy.plan.quantities import stack
 from argosy.plan.workload import Workload, train_flops_per_token
 
+EXPERTS = {"moe.experts": 4, "moe.every": 2, "moe.expert_ffn_width": 64, "moe.shared_experts": 1}
+UNGATED = {"family": "nemotron", "ffn_gate": False, "norms.kind": "layer"}
 
-@pytest.mark.parametrize("preset", preset_names("models"))
-def test_flops_and_parameters_are_those_of_the_model(preset):
-    model = load("demo", {"model.preset": preset}).model
+
+@pytest.mark.parametrize("keys", [*({"preset": name} for name in preset_names("models")), UNGATED | EXPERTS], ids=str)
+def test_flops_and_parameters_are_those_of_the_model(keys):
+    model = load("demo", {f"model.{key}": value for key, value in keys.items()}).model
     model = model.model_copy(update={"vocab_size": model.vocab_size or 4096})
     work = Workload.of_model(model, seq_len=512, global_batch=16)
     table = parameter_table(model)

@@ -128,7 +128,7 @@ def _thin_share(settings: SyncConfig, replicas: Numbers, work: Workload) -> Any:
     width = work.width
     attention: Numbers = 4 * width + work.heads * (work.key_width + work.value_width) + work.kv_heads * work.kv_width
     dense = work.ffn_matrices * (width + work.ffn_width)
-    experts = work.experts * work.ffn_matrices * (width + work.expert_ffn_width)
+    experts = work.experts * work.expert_matrices * (width + work.expert_ffn_width)
     delta = 6 * width + work.delta_streams + width + work.delta_heads * work.delta_value_width
     attention = (1 - work.delta_share) * attention + work.delta_share * delta
     thin = work.layers * attention + work.dense_layers * dense + work.moe_layers * experts

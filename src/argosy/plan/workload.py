@@ -55,7 +55,7 @@ class Workload:
     widest_ffn: Numbers
     """Width of the widest feed-forward."""
     ffn_matrices: Numbers
-    """3 with a gate (SwiGLU), 2 without one (GELU)."""
+    """Of a dense layer's feed-forward: 3 with a gate (SwiGLU), 2 without one (GELU)."""
     vocab_size: Numbers
     tied: Numbers
     """1 if the head uses the embedding's weight."""
@@ -80,7 +80,7 @@ class Workload:
     trained_norms: Numbers = 1
     """Share of the layers' norms that is trained."""
     ffn_results: Numbers = 4
-    """Results of a feed-forward, as wide as its inside, that eager autograd keeps."""
+    """Results of a dense layer's feed-forward, as wide as its inside, that eager autograd keeps."""
     unprojected: Numbers = 0
     """Numbers of a layer's values that no projection computes, since they are its keys; the mean over layers."""
     gates: Numbers = 0
@@ -95,6 +95,10 @@ class Workload:
     """Width of all shared experts of a layer together."""
     shared_gate: Numbers = 0
     """1 if the shared experts' result has a gate."""
+    expert_matrices: Numbers = 3
+    """Matrices of an expert, shared or not: Argosy's have a gate."""
+    expert_results: Numbers = 4
+    """Results of an expert that eager autograd keeps."""
     expert_biases: Numbers = 0
     """1 if experts add biases to the results of their matrices."""
     q_rank: Numbers = 0
@@ -176,7 +180,7 @@ class Workload:
         """Return the workload of a step of `global_batch` sequences of `seq_len` tokens."""
         latent, moe = bool(model.mla.kv_rank), model.moe
         moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.all_layers))
-        sizes = mean_sizes(model, seq_len)
+        sizes, of_gated = mean_sizes(model, seq_len), 7 if model.ffn_limit else 4
         gates = {"number": 1.0, "head": 1 / sizes["value_width"]}[model.attention.gate_over] * model.attention.gate
         return cls(
             **sizes,
@@ -186,7 +190,7 @@ class Workload:
             norms=len(NORMS_OF_PLACE[model.norms.place]),
             streams=1 if model.norms.place == "parallel" else 2,
             rms_norms=float(model.norms.kind == "rms"),
-            ffn_results=(7 if model.ffn_limit else 4) if model.ffn_gate else 2,
+            ffn_results=of_gated if model.ffn_gate else 2,
             vocab_size=model.vocab_size,
             tied=float(model.tie_embeddings or model.score),
             scored=float(model.score),
@@ -200,6 +204,7 @@ class Workload:
             expert_ffn_width=moe.expert_ffn_width if moe.experts else 0,
             shared_ffn_width=shared_width(model) if moe.experts else 0,
             shared_gate=float(moe.shared_gate),
+            expert_results=of_gated,
             expert_biases=float(moe.expert_bias),
             q_rank=model.mla.q_rank if latent else 0,
             kv_rank=model.mla.kv_rank,
@@ -285,12 +290,12 @@ class Workload:
     @property
     def expert_parameters(self) -> Numbers:
         """Parameters of all routed experts of one layer."""
-        return self.experts * self.ffn_matrices * self.width * self.expert_ffn_width
+        return self.experts * self.expert_matrices * self.width * self.expert_ffn_width
 
     @property
     def router_and_shared_parameters(self) -> Numbers:
         """Parameters of the router and the shared experts of one layer with experts."""
-        return self.width * (self.experts + self.shared_gate) + self.ffn_matrices * self.width * self.shared_ffn_width
+        return self.width * (self.experts + self.shared_gate + self.expert_matrices * self.shared_ffn_width)
 
     @property
     def ffn_parameters(self) -> Numbers:
@@ -351,7 +356,7 @@ class Workload:
         These are all but the embedding lookup, norms, biases and idle experts: of the routed experts, as many count as
         one token goes to.
         """
-        active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
+        active = self.expert_matrices * self.width * self.expert_ffn_width * self.experts_per_token
         return (
             self.layers * self.attention_parameters
             + self.dense_layers * self.ffn_parameters
@@ -368,7 +373,7 @@ class Workload:
     @property
     def trained_matmul_parameters(self) -> Numbers:
         """Those of the layers that are trained."""
-        active = self.moe_layers * self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
+        active = self.moe_layers * self.expert_matrices * self.width * self.expert_ffn_width * self.experts_per_token
         dense = self.matmul_parameters - self.head_parameters - active
         return self.trained_dense * dense + self.trained_experts * active
 

@@ -86,12 +86,13 @@ class LayerMemory(RankSizes):
         matrices = (self.activation_bytes + 3 * system.dropout) * heads * work.seq_len
         return np.where(system.flash > 0, 4 * heads, matrices)
 
-    def _feed_forward(self, matrices: Numbers) -> Numbers:
-        """Return the elements for a token of `matrices` results in the feed-forward; the mean over layers."""
+    def _feed_forward(self, matrices: Numbers, of_expert: Numbers) -> Numbers:
+        """Return the elements for a token of so many results in a dense feed-forward, or in experts; the mean over
+        layers."""
         plans, work = self.plans, self.work
         moe = work.moe_layers / work.layers
-        routed = work.experts_per_token * (2 * work.width + matrices * work.expert_ffn_width) / plans.tp
-        shared = matrices * work.shared_ffn_width / plans.tp
+        routed = work.experts_per_token * (2 * work.width + of_expert * work.expert_ffn_width) / plans.tp
+        shared = of_expert * work.shared_ffn_width / plans.tp
         router = 4 * work.experts / self.sequence_ranks
         return (1 - moe) * matrices * work.ffn_width / plans.tp + moe * (routed + shared + router)
 
@@ -112,7 +113,8 @@ class LayerMemory(RankSizes):
         plans, work = self.plans, self.work
         width, element = work.width / self.sequence_ranks, self.activation_bytes
         norms = 4 * (1 + work.scaled_norms) * (work.norms * width + work.normed / plans.tp)
-        ffn = self._feed_forward(work.ffn_results) - self._feed_forward(work.ffn_matrices)
+        ffn = self._feed_forward(work.ffn_results, work.expert_results)
+        ffn = ffn - self._feed_forward(work.ffn_matrices, work.expert_matrices)
         once = (2 - work.streams) * (width + self._inputs / 2)
         fused = (2 + self.system.kept_widths) * width + once
         heads = (work.heads + work.kv_heads) * (2 * work.core_width - work.key_width - work.value_width)
@@ -125,7 +127,7 @@ class LayerMemory(RankSizes):
     def _fused_layer(self) -> Numbers:
         work, system = self.work, self.system
         hidden = (4 + system.kept_widths) * work.width / self.sequence_ranks + self._inputs
-        elements = hidden + self._attention + self._feed_forward(work.ffn_matrices)
+        elements = hidden + self._attention + self._feed_forward(work.ffn_matrices, work.expert_matrices)
         masks = system.dropout * 2 * DROPOUT_BYTES * work.width / self.sequence_ranks
         elements = elements - self._not_read + work.adapter_rank * work.adapters
         elements = elements + (work.adapter_kept + work.dropped_cut) / self.plans.tp + work.dropped_whole
@@ -187,7 +189,7 @@ class LayerMemory(RankSizes):
         plans, work, system = self.plans, self.work, self.system
         whole = self._of_layer
         hidden = 3 * work.width / self.sequence_ranks + self._inputs
-        results = hidden + self._attention + self._feed_forward(work.ffn_matrices - 1)
+        results = hidden + self._attention + self._feed_forward(work.ffn_matrices - 1, work.expert_matrices - 1)
         is_dear = 2 * work.adapter_rank / self.activation_bytes > KEPT_FLOPS_PER_BYTE
         results = results + np.where(is_dear, work.adapter_outputs / plans.tp, 0)
         of_matmuls = self.tokens * (results * self.activation_bytes + self._scores + self._delta_results)
@@ -218,9 +220,10 @@ class LayerMemory(RankSizes):
         dense, routed = work.widest_ffn * (work.dense_layers > 0), work.experts_per_token * work.expert_ffn_width
         given = self.tokens * self.activation_bytes * work.width
         inside = self.tokens * self.activation_bytes * np.maximum(dense, routed) / plans.tp
+        ups = np.where(routed > dense, work.expert_matrices, work.ffn_matrices) - 1
         between = self.tokens * self._delta_between * (work.delta_layers > 0)
         # When a delta-net's is computed, what the feed-forward kept is gone.
-        kept_inside = self.tokens * self.activation_bytes * self._feed_forward(work.ffn_results)
+        kept_inside = self._feed_forward(work.ffn_results, work.expert_results) * self.tokens * self.activation_bytes
         later = given + np.maximum(0.0, between - kept_inside)
         stack = self._stack
         widest = work.width * np.maximum(dense, work.heads * work.value_width) / plans.tp
@@ -230,7 +233,7 @@ class LayerMemory(RankSizes):
         cast = np.where(self._are_matrices_cast, matrix, 0.0)
         copied = np.where(self.activation_bytes < 4, 4 / self.activation_bytes * matrix + matrix - cast, 0.0)
         # The gradients of a layer that FSDP2 shares wait for its last one.
-        of_gate = (work.ffn_matrices - 1) * inside - cast + np.where(plans.shards_parameters, matrix, 0.0)
+        of_gate = ups * inside - cast + np.where(plans.shards_parameters, matrix, 0.0)
         eager = np.maximum(given + np.maximum(np.maximum(inside + matrix, copied), of_gate), later)
         # The gradient by way of the adapter waits for that by way of the weight, which is dequantised for it.
         packed = widest * (work.quantised_dense > 0), stack * (work.quantised_experts > 0)

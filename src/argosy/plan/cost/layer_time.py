@@ -193,13 +193,13 @@ class LayerModel(RankSizes):
 
     @cached_property
     def _feed_forward(self) -> LayerTime:
-        return self._mlp(self.tokens, self.work.ffn_width / self.plans.tp)
+        return self._mlp(self.tokens, self.work.ffn_width / self.plans.tp, self.work.ffn_matrices)
 
-    def _mlp(self, tokens: Numbers, hidden: Numbers) -> LayerTime:
+    def _mlp(self, tokens: Numbers, hidden: Numbers, matrices: Numbers) -> LayerTime:
         """Return a feed-forward, gated or not."""
         work = self.work
-        up = self._exchanging(tokens, work.width, (work.ffn_matrices - 1) * hidden, (hidden,))
-        moved = self._moving(self.constants.pointwise_ffn * work.ffn_matrices / 3 * tokens * hidden)
+        up = self._exchanging(tokens, work.width, (matrices - 1) * hidden, (hidden,))
+        moved = self._moving(self.constants.pointwise_ffn * matrices / 3 * tokens * hidden)
         return up + self._exchanging(tokens, hidden, work.width) + moved
 
     @cached_property
@@ -208,7 +208,7 @@ class LayerModel(RankSizes):
         work, system, constants = self.work, self.system, self.constants
         pairs, hidden = self._pairs, work.expert_ffn_width / self.expert_tp
         fused = np.where(system.sends_once > 0, FUSED_EXCHANGE, 1.0)
-        results = (work.ffn_matrices - 1) * hidden + work.width
+        results = (work.expert_matrices - 1) * hidden + work.width
         moved = constants.permute * fused * pairs * work.width + constants.pointwise_ffn * pairs * hidden
         moved = moved + work.expert_biases * BIAS_PASSES * pairs * results
         router = self._matmul(self.tokens / self.sequence_ranks, work.width, work.experts, matrices=())
@@ -217,7 +217,7 @@ class LayerModel(RankSizes):
     @cached_property
     def shared_experts(self) -> LayerTime:
         """The experts that all tokens share."""
-        return self._mlp(self.tokens, self.work.shared_ffn_width / self.plans.tp)
+        return self._mlp(self.tokens, self.work.shared_ffn_width / self.plans.tp, self.work.expert_matrices)
 
     @cached_property
     def expert_matmuls(self) -> LayerTime:
@@ -226,7 +226,7 @@ class LayerModel(RankSizes):
         of_one = self._pairs / times
         rate = self.matmul_flops_per_s * self.constants.expert_matmul
         hidden = work.expert_ffn_width / self.expert_tp
-        inner = self._matmul(of_one, work.width, (work.ffn_matrices - 1) * hidden, rate, (hidden,))
+        inner = self._matmul(of_one, work.width, (work.expert_matrices - 1) * hidden, rate, (hidden,))
         return (inner + self._matmul(of_one, hidden, work.width, rate)) * times
 
     @property

@@ -220,13 +220,14 @@ def matmuls_of(work: Workload, tokens: float, logits: float, tp: float = 1) -> l
             ModelMatmul("delta-net in", deltas, tokens, width, float(np.asarray(work.delta_streams)) / tp),
             ModelMatmul("delta-net out", deltas, tokens, values, width),
         ]
-    up = w["ffn_matrices"] - 1
     if dense := w["layers"] - w["moe_layers"]:
+        up = w["ffn_matrices"] - 1
         found += [
             ModelMatmul("feed-forward up", dense, tokens, width, up * w["ffn_width"] / tp),
             ModelMatmul("feed-forward down", dense, tokens, w["ffn_width"] / tp, width),
         ]
     if moe := w["moe_layers"]:
+        up = w["expert_matrices"] - 1
         share = w["experts_per_token"] / w["experts"]
         hit = 1 - (1 - share) ** tokens  # of the experts, those that any token chose
         each, hidden = tokens * share / hit, w["expert_ffn_width"] / tp
