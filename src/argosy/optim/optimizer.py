@@ -27,6 +27,7 @@ from argosy.extend.declared import CodeFile
 from argosy.extend.loading import Extension, find, where
 from argosy.faults import fault
 from argosy.optim.piece import Piece, Slot, opened
+from argosy.plan.cost.muon import NEWTON_SCHULZ_STEPS
 from argosy.plan.mup import rate_factor
 
 # E experts (or none), M rows, N columns
@@ -239,7 +240,6 @@ def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
             yield [slot]
 
 
-NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: in the fewest steps, singular values come to 0.7 ... 1.2, not exactly to 1."""
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.plan.cost.muon import HiddenMatrices
 from argosy.plan.cost.rates import System
 from argosy.plan.hardware.clusters import Category, Factor
 from argosy.plan.layouts import Layouts
@@ -134,6 +135,11 @@ class RankSizes:
     def expert_ranks(self) -> Numbers:
         """Ranks that share one copy of the state of experts; those of other systems may be dealt over more axes."""
         return np.maximum(1, self.plans.shares_state / self.plans.ep)
+
+    def are_apart(self, matrices: HiddenMatrices) -> NDArray[np.bool_]:
+        """Return True where ranks have whole matrices of these, each others, so that Muon needs no other rank."""
+        plans = self.plans
+        return np.asarray(matrices.are_stacks & (self.expert_tp == 1) & ((plans.ep > 1) | (self.expert_ranks > 1)))
 
     @property
     def expert_padding(self) -> Numbers:

@@ -27,6 +27,7 @@ from argosy.plan.cost.estimate import Estimate, first_of
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
 from argosy.plan.cost.fabric import Fabric
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
+from argosy.plan.cost.muon import hidden_matrices
 from argosy.plan.cost.network import Compression, Placements, Placer, placed_in_order
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
@@ -242,6 +243,8 @@ class CostModel:
         return System(
             moment_bytes=moment_bytes,
             ends_moment_bytes=of_ends - moment_bytes,
+            hidden=hidden_matrices(self.run),
+            direction_bytes=4 if self.rates.host_waits else 2,
             widened_bytes=moments[inside.rule] * 4.0 * inside.int8,
             saves_here=self.rates.host_waits,
             chunk_rows=LEAST_CHUNK_ROWS["cpu" if self.rates.host_waits else "accelerator"],

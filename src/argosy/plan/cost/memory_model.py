@@ -130,7 +130,8 @@ class MemoryModel(LayerMemory):
         zero, words = np.zeros(1), np.where(trained_words > 0, vocabulary, 0.0)
         # The optimizer's step begins when activations are gone.
         left = (mine + trained * ((plans.zero == 1) & (plans.shares_state > 1))) * self.gradient_bytes
-        step = zero, zero, left, zero, mine * system.update_bytes + self._opened(words)
+        opened = np.maximum(self._opened(words), self._orthogonal())
+        step = zero, zero, left, zero, mine * system.update_bytes + opened
         of_step = [(*moment, some, zero) for moment, some in zip(moments, whole, strict=True)]
         activations, logits, gradients, gathered, update = _highest([*of_step, step])
         comes_and_goes = activations + logits + gathered
@@ -252,6 +253,27 @@ class MemoryModel(LayerMemory):
         rounded = np.where(widened > 0, np.where(self.eager, ROUNDED_BYTES_EAGER[1], 1.0), rounded)
         opened = largest * (widened + np.where(is_half, 8.0, 0.0) + rounded)  # a weight and its gradient in fp32
         return np.where(self.offloads_optimizer, 0.0, opened)
+
+    def _orthogonal(self) -> Numbers:
+        """Return the bytes in which Muon makes the largest matrices orthogonal, with all directions of before.
+
+        Ranks have their parts of as many matrices in fp32 as there are ranks, and one whole, if matrices are cut; of
+        that its products with itself, and four of its size.
+        """
+        plans, element, most, waiting = self.plans, self.system.direction_bytes, np.zeros(1), np.zeros(1)
+        ranks = plans.world_size // plans.pp
+        for one in self.system.hidden:
+            apart = self.are_apart(one) | (ranks == 1)
+            shards = plans.ep * self.expert_ranks if one.are_stacks else self._shares_state
+            parts = plans.tp * shards
+            whole = np.where(apart, 1 / shards, 1.0)
+            batch = np.where(apart, 1, np.minimum(ranks, one.many / plans.pp)) * one.largest_numbers / parts
+            gathered = np.where(apart | (parts == 1), 0.0, one.largest_numbers)
+            iterated = whole * (4 * one.largest_numbers + one.largest_gram)
+            kept = np.where(apart, 0.0, element * one.numbers / plans.pp / parts)
+            most = np.maximum(most, 4 * (batch + gathered) + element * (iterated - np.where(apart, 0.0, batch)))
+            waiting = waiting + kept
+        return most + np.where(self.offloads_optimizer, 0.0, waiting)
 
     def _outputs(self, microbatches: Numbers) -> Numbers:
         """Return the bytes of the hidden states that a rank's stages have sent on, and keep until their backward

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from argosy.plan.cost.fabric import Fabric
+from argosy.plan.cost.muon import HiddenMatrices
 from argosy.plan.cost.traffic import KV_GRADIENT_BYTES
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Device, Format
@@ -163,6 +164,10 @@ class System:
     """Bytes of the optimizer's state for a weight, master copy included."""
     ends_moment_bytes: Numbers = 0
     """More of these bytes for a weight of embedding or head, which Muon leaves to AdamW."""
+    hidden: tuple[HiddenMatrices, ...] = ()
+    """Matrices that Muon makes orthogonal; none with other optimizers."""
+    direction_bytes: Numbers = 2
+    """Bytes of one of their numbers while it does, and in its results."""
     widened_bytes: Numbers = 0
     """Bytes of a weight's moments while an update has them in fp32, if they are kept in fewer."""
     update_bytes: Numbers = 0

@@ -304,7 +304,34 @@ class StepModel(WaitModel):
         # Gradients go to the host, it updates, new values come back: one after the other (`parallel.offload`).
         copied = mine * (self.gradient_bytes + self.weight_bytes) / self._host_link_bytes_per_s
         on_host = copied + moved / self.rates.host_memory_bytes_per_s
-        return np.where(plans.is_("offload", "optimizer", "all"), on_host, moved / self.rates.memory_bytes_per_s)
+        here = moved / self.rates.memory_bytes_per_s
+        return np.where(plans.is_("offload", "optimizer", "all"), on_host, here) + self.orthogonal_s()
+
+    def orthogonal_s(self) -> Numbers:
+        """Return the seconds in which Muon makes matrices orthogonal, all of them before the update.
+
+        The ranks of a stage deal the matrices out, gather each, and send each result to all. Stacks that are cut only
+        between their experts stay where they are.
+        """
+        plans, rates, system, seconds = self.plans, self.rates, self.system, np.zeros(1)
+        half, fp32 = rates.half * rates.achieved_half, rates.fp32 * rates.achieved_fp32
+        rate = np.where(rates.host_waits > 0, fp32, half) * self.constants.matmul
+        ranks = plans.world_size // plans.pp
+        stage = group_of(ranks, 1, rates, self.constants)
+        for one in system.hidden:
+            apart, whole = self.are_apart(one), 4 * one.numbers / one.many / plans.tp
+            dealt = np.maximum(one.flops / plans.pp / ranks, one.largest_flops)
+            here = one.flops / plans.pp / plans.ep / self.expert_ranks * self.expert_padding
+            group = self.expert_shard_group if one.are_stacks else self.shard_group
+            gather = np.where(group.ranks > 1, gather_s(whole / (plans.ep if one.are_stacks else 1), group), 0.0)
+            gather = np.where(plans.zero > 0, gather, 0.0)
+            gather = gather + np.where(one.are_stacks & (plans.ep > 1), gather_s(whole, self.expert_group), 0.0)
+            gather = gather + np.where(plans.tp > 1, gather_s(whole * plans.tp, self.tensor_group), 0.0)
+            result = system.direction_bytes * one.numbers / one.many
+            sent = gather_s(result * ranks / np.maximum(1, ranks - 1), stage)  # the whole passes every link
+            messages = np.where((ranks > 1) & ~apart, one.many / plans.pp * (gather + sent), 0.0)
+            seconds = seconds + np.where(apart, here, dealt) / rate + messages
+        return seconds
 
     # The pipeline
 
