@@ -121,6 +121,14 @@ def test_ranks_have_the_layers_that_they_are_dealt():
         assert max(dealt[:-1]) == (model.layers_on(first=False, last=False) if place else dealt[0]), keys
 
 
+def test_a_pipeline_s_only_microbatch_makes_gradients_while_it_gives_activations_up():
+    once, twice = (
+        footprint("pp=4,schedule=gpipe,compile=false", replace(GPT, tied=0, global_batch=batch)) for batch in (1, 2)
+    )
+    assert twice.gradients == pytest.approx(4 * 12 * GPT.width**2 + 4 * GPT.width * GPT.vocab_size)
+    assert once.gradients < twice.gradients / 2
+
+
 def test_chunks_of_the_loss_cost_less_than_whole_logits():
     assert footprint("microbatch=8", GPT).logits < footprint("microbatch=8", GPT, System(whole_logits=10)).logits / 3
 

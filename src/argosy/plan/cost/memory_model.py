@@ -227,7 +227,7 @@ class MemoryModel(LayerMemory):
         them, so that a new one of head or embedding is there for a moment beside the sum.
         """
         work, hidden = self.work, self.tokens * self.work.width / self.sequence_ranks
-        alone = (self.microbatches <= 1) & (self.plans.pp == 1) & (self.system.gradient_buffers == 0)
+        alone = (self.microbatches <= 1) & (self.plans.stages_here == 1) & (self.system.gradient_buffers == 0)
         loss, waiting = self._loss() if last else (np.zeros(1), np.zeros(1))
         is_once = alone & ((work.tied == 0) | (work.scored > 0))
         return [
