@@ -208,7 +208,8 @@ def test_the_planner_predicts_updates_and_each_worker_computes_whole_batches():
     assert within_site(CostModel.of(run, TWO), TWO).run.train.global_batch == 128
     report = plan_report(PlanRequest(run, TWO))
     (words,) = [note for note in report.notes if "without waiting" in note]
-    inside_s = sum(value for name, value in report.explanation.waterfall.items() if name not in ("sites", "failures"))
+    beside = ("sites", "evaluations", "failures")
+    inside_s = sum(value for name, value in report.explanation.waterfall.items() if name not in beside)
     assert words == updates_in_words(run, TWO, inside_s)
     found, choice = updates_of(run, TWO, inside_s), report.explanation.choice
     assert choice.tokens_per_s == pytest.approx(4 * run.tokens_per_step / found.interval_s, rel=1e-6)

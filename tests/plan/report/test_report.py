@@ -30,6 +30,13 @@ def test_devices_that_do_not_divide_stay_idle(objective):
     assert any(f"The plan is for {found.choices[0].devices} of 600 devices" in note for note in found.notes)
 
 
+def test_the_parts_of_a_step_come_to_the_whole_run():
+    found = plan_report(of_model("llama3-8b", "8xh100", Question(tokens=1e9, global_batch=64, fix="dp_shard=8")))
+    parts, run = found.explanation.waterfall, found.explanation.choice.run
+    assert parts["evaluations"] > 0 and parts["failures"] > 0
+    assert sum(parts.values()) * run.steps == pytest.approx(run.time_s.mid, rel=1e-6)
+
+
 def test_a_cheapest_plan_s_step_is_not_said_to_depend_on_memory():
     """What faster plans on more devices would do is no effect of memory."""
     asked = Question(global_batch=256, objective="cost", fix="zero=1,recompute=none,tp=1,cp=1,microbatch=1")

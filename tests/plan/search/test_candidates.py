@@ -37,6 +37,16 @@ def test_a_candidate_is_the_same_alone_and_among_others() -> None:
         assert alone.run.steps == among.run.steps == np.ceil(1e9 / RUN.tokens_per_step)
 
 
+@pytest.mark.parametrize(("every_steps", "full_steps"), [(100, 20 * 0.1), (0, 0.1)])
+def test_evaluations_take_their_part_of_a_run(every_steps: int, full_steps: float) -> None:
+    """12 rows are read as 16, one for each rank, in two fifths of the time of a step's 64, 20 times in 1908 steps."""
+    model = economy("16xh100")
+    model.run = RUN.with_keys(evaluate={"every_steps": every_steps})
+    (found,) = model.choices(Layouts.of([Plan.parse(PLANS[0])]))
+    productive_s = found.run.time_s.mid * found.effective.mid
+    assert productive_s == pytest.approx((1908 + full_steps) * found.step_s.mid)
+
+
 def test_objectives_rank_by_what_they_say() -> None:
     model = economy("16xh100")
     found = search(model.costs, {}, [16, 8])

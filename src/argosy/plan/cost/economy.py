@@ -157,7 +157,7 @@ class WholeRun:
 
     steps: Numbers
     time_s: Estimate
-    """Time from the first step to the last, failures included."""
+    """Time from the first step to the last, evaluations and failures included."""
     device_hours: Estimate
     money: Estimate | None
     """Cost in the cluster's currency; None if the catalogue has no price of a device."""
@@ -177,16 +177,18 @@ def whole_run(
     tokens_per_step: float,
     devices: Numbers | None = None,
     ramp: tuple[Numbers, Numbers] | None = None,
+    evaluations: Numbers = 0.0,
 ) -> WholeRun:
     """Return the costs of training on `tokens`.
 
     devices: those of the cluster that the run uses, evenly of all kinds; default: all. ramp: the steps of a run whose
-    first ones have smaller batches, and as many full steps as they take the time of.
+    first ones have smaller batches, and as many full steps as they take the time of. evaluations: as many full steps as
+    they take the time of.
     """
     used = cluster.devices if devices is None else devices
     steps, full = ramp or 2 * (np.ceil(tokens / tokens_per_step),)
     total = tokens if ramp else steps * tokens_per_step
-    time_s = propagate(lambda step, lost: full * step * (1 + lost), step_time_s, goodput.overhead)
+    time_s = propagate(lambda step, lost: (full + evaluations) * step * (1 + lost), step_time_s, goodput.overhead)
     device_hours = propagate(lambda t: t / 3600 * used, time_s)
     price, power = price_per_device_h(cluster), power_per_device_w(cluster)
     energy = power and propagate(lambda hours, watts: hours * watts / 1000, device_hours, power)

@@ -48,6 +48,7 @@ MEANING = {
     "optimizer": "the update",
     "other": "fixed costs of a step, and stragglers",
     "sites": "waiting for the other sites",
+    "evaluations": "loss on held-out text",
     "failures": "checkpoints, restarts, work done twice",
 }
 """Category of a step -> its meaning."""

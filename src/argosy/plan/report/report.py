@@ -14,7 +14,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import Goodput, price_per_device_h
-from argosy.plan.cost.estimate import Estimate, count, gib, percent, seconds, table_in_html
+from argosy.plan.cost.estimate import Estimate, count, first_of, gib, percent, seconds, table_in_html
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, costs_of_one_plan, updates_in_words, with_workers
 from argosy.plan.hardware.clusters import Cluster
@@ -259,7 +259,9 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_fastest
     waterfall = costs.predict_time(row).by_category(0)
     if between_s := float(economy.between_sites_s(sum(waterfall.values()))):
         waterfall["sites"] = between_s
-    waterfall["failures"] = float(np.atleast_1d(failures.overhead.mid)[0]) * float(choice.step_s.mid)
+    step_s = float(choice.step_s.mid)
+    waterfall["evaluations"] = step_s * first_of(economy.evaluations(row) / choice.run.steps)
+    waterfall["failures"] = first_of(failures.overhead.mid) * (step_s + waterfall["evaluations"])
     missing = misfit(costs, plan)
     near = nearest_that_fits(plan, found) if missing else None
     changes = sensitivities(costs, plan, found if is_fastest else None)

@@ -16,6 +16,7 @@ from argosy.plan.cost.economy import Goodput, WholeRun, checkpoint_cost, goodput
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import costs_of_one_plan, exchange_s
+from argosy.plan.cost.step_time import BACKWARD_SHARE
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Objective, has_workers
@@ -79,7 +80,16 @@ class WholeRunModel:
             tokens_per_step=self.run.tokens_per_step,
             devices=used,
             ramp=self._ramp(plans),
+            evaluations=self.evaluations(plans),
         )
+
+    def evaluations(self, plans: Layouts) -> Numbers:
+        """Return the full steps whose time the evaluations take of held-out text, which is read forward only."""
+        run, settings = self.costs.run, self.run.evaluate
+        rows, at_once = max(1, settings.tokens // run.data.seq_len), plans.dp * plans.microbatch
+        each = np.ceil(rows / at_once) * at_once / run.train.global_batch * (1 - BACKWARD_SHARE)
+        steps = np.ceil(self.tokens / self.run.tokens_per_step)
+        return each * (np.ceil(steps / settings.every_steps) if settings.every_steps else 1.0)
 
     def _ramp(self, plans: Layouts) -> tuple[Numbers, Numbers] | None:
         """Return the steps of a run with a batch-size ramp, and as many full steps as they take the time of."""
