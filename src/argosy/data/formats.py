@@ -231,7 +231,7 @@ def _read_jsonl(
     without: int | None = 0 if within[0] == 0 else None  # records without the field, as long as there was no other
     line_name = _line_names(stream, name, within[0])
     for number, raw in enumerate(_lines_within(stream, line_name, most_bytes, within), 1):
-        line = raw.removeprefix(BOM_UTF8) if number == 1 and within[0] == 0 else raw
+        line = raw.removeprefix(BOM_UTF8)  # also amid a file that was put together of several
         if not line.strip():
             continue
         found = _record_text(line, fields)
