@@ -1,9 +1,9 @@
 """Processes that are forked from one which has imported their module, instead of being started.
 
 A start takes 0.1 to 1.6 s of CPU time, nearly all of it for imports, and the tests need more than a thousand: each
-`prepare` has a worker, each run a fork server and a coordinator, each rank that saves a writer. The same `main` runs,
-in a process of its own and with the same channel. `WarmCommand` is a command so (`argosy train`, `sweep`, `watch`): its
-children are forked from one that it forks itself.
+`prepare` has a worker, each run a fork server and a coordinator, a model in several processes a fork server, each rank
+that saves a writer. The same `main` runs, in a process of its own and with the same channel. `WarmCommand` is a command
+so (`argosy train`, `sweep`, `serve`, `watch`): its children are forked from one that it forks itself.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from argosy.supervise.coordinator_client import COORDINATOR
 
 PREPARE, WRITER = "argosy.data.worker", "argosy.checkpoint.writer"
 COMMAND = "argosy"
+WITH_TORCH = (WORKER_MODULE, "argosy.inference.members", "argosy.probe.probe", "probe.test_start")
+"""Modules that fork servers import, in which torch takes nearly all the time."""
 ASKED = "ARGOSY_TESTS_CHILD"
 """Environment variable of a forked child: what it was asked to be."""
 PYTHON = sys.executable
@@ -41,7 +43,7 @@ real_parent = os.getppid
 
 
 class WarmChild(Child):
-    """A `Child` that is forked, if it is a worker of `prepare`, a writer, or a run's fork server or coordinator."""
+    """A `Child` that is forked, if it is a worker of `prepare`, a writer, a coordinator or a fork server with torch."""
 
     def __init__(
         self,
@@ -56,14 +58,14 @@ class WarmChild(Child):
             self.channel, pid = _fork_server_of_this_process()
             self._process = cast("subprocess.Popen[bytes]", _Forked(None, pid))
             return
-        is_of_run = module == COORDINATOR or (module, arguments) == (fork_server.__name__, (WORKER_MODULE,))
-        is_forked = is_of_run or module == PREPARE or (module == WRITER and os.getpid() == _Server.client_of_writers)
+        has_torch = module == COORDINATOR or (module == fork_server.__name__ and arguments[0] in WITH_TORCH)
+        is_forked = has_torch or module == PREPARE or (module == WRITER and os.getpid() == _Server.client_of_writers)
         # A test may have another program started in Python's place.
         if _Server.is_starting or sys.executable != PYTHON or not is_forked:
             outputs = {"stdout": stdout, "stderr": stderr}
             super().__init__(module, *arguments, pass_fds=pass_fds, environment=environment, **outputs)
             return
-        server = _Server.of(WORKER_MODULE if is_of_run else module)
+        server = _Server.of(WORKER_MODULE if has_torch else module)
         asked = _asked(module, arguments, Path.cwd(), {**os.environ, **(environment or {})}, pass_fds)
         self.channel, pid = server.fork(asked, _number(stdout, STDOUT), _number(stderr, STDERR))
         if pass_fds:

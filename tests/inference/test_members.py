@@ -25,10 +25,13 @@ PROMPTS = ["def train(", "import", [0, 5, 6]]
 FREE = Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=1)
 
 
-def members_since(before: list[int]) -> list[int]:
-    """The processes of the model: children of the process that they are forked from, which is a new one of ours."""
-    (forks,) = set(children(os.getpid())) - set(before)
-    return children(forks)
+def descendants(pid: int) -> set[int]:
+    return {each for child in children(pid) for each in (child, *descendants(child))}
+
+
+def members_since(before: set[int]) -> list[int]:
+    """The processes of the model: of the new ones those that have forked none."""
+    return [pid for pid in descendants(os.getpid()) - before if not children(pid)]
 
 
 @pytest.mark.filterwarnings("ignore::argosy.errors.ArgosyWarning")  # few cores
@@ -36,7 +39,7 @@ def test_two_processes_say_what_one_says_and_end_with_the_model(trained: Path):
     tokens = torch.randint(0, 400, (3, 7), generator=torch.Generator().manual_seed(0))
     with argosy.load_model(trained) as model:
         texts, logits = list(model.complete(PROMPTS, FREE, batch_size=2)), model.logits(tokens)
-    before = children(os.getpid())
+    before = descendants(os.getpid())
     with argosy.load_model(trained, "tp=2") as model:
         torch.testing.assert_close(model.logits(tokens), logits, rtol=1e-5, atol=1e-5)
         pieces = model.stream(PROMPTS, FREE)
