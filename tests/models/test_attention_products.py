@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy import compiler
 from argosy.models import attention_products as products
 from argosy.models.attention import packed_attention
 from argosy.models.attention_kernels import PLAIN_KERNEL, SEES_EARLIER
@@ -59,6 +60,7 @@ def lengths(monkeypatch) -> list[int]:
 
 
 def test_compiled_code_computes_rows_so(lengths):
+    compiler.load()
     q, k, v, dy = inputs(2, 96, 2, 2)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     eager = packed_attention(q, k, v, None)
