@@ -77,9 +77,8 @@ class Layouts(Quantities[Ints]):
         return Layouts(**{name: rows[name] if name in rows else column[some] for name, column in columns.items()})
 
     def plan(self, row: int) -> Plan:
-        n = len(self)
-        columns = {f.name: np.broadcast_to(getattr(self, f.name), n) for f in fields(self)}
-        return Plan(**{key: _value(key, column[row]) for key, column in columns.items()})
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Plan(**{key: _value(key, column[row if len(column) > 1 else 0]) for key, column in columns.items()})
 
     @property
     def fixed_stages(self) -> Ints:
