@@ -6,12 +6,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -26,6 +25,7 @@ from argosy.inference.openai_server import SERVE_PORT, server_of
 from argosy.watch.http import listening
 from talker import make_talker, messages
 from waiting import wait_until
+from warm import WarmCommand
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -222,9 +222,7 @@ def test_pages_of_others_and_names_that_lead_here_are_refused(address: str) -> N
 
 @pytest.mark.slow
 def test_with_json_the_address_is_a_document(model: LoadedModel) -> None:
-    command = [sys.executable, "-m", "argosy", "serve", model.home, "--name", "mine"]
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with WarmCommand(["serve", model.home, "--name", "mine", "--json"], Path.cwd(), os.environ) as process:
         told = json.loads(process.stdout.readline())
         Draft202012Validator(schema_of("serve")).validate(told)
         assert client_of(told["url"]).models.list().data[0].id == told["model"] == "mine"
@@ -233,10 +231,8 @@ def test_with_json_the_address_is_a_document(model: LoadedModel) -> None:
 
 
 def test_the_command_says_its_key_and_that_it_is_no_server_for_load(model: LoadedModel) -> None:
-    command = [sys.executable, "-m", "argosy", "serve", model.home, "--name", "mine"]
-    key = {"ARGOSY_SERVE_TOKEN": TOKEN}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | key) as process:
-        assert process.stdout is not None
+    variables = {**os.environ, "ARGOSY_SERVE_TOKEN": TOKEN}
+    with WarmCommand(["serve", model.home, "--name", "mine"], Path.cwd(), variables) as process:
         first, second, third = (process.stdout.readline() for _ in range(3))
         found = re.search(r"answers as 'mine' at (http://127\.0\.0\.1:\d+/v1) ", first)
         assert found and second == f"API key: {TOKEN}\n" and "vLLM" in third
