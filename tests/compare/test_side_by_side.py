@@ -89,3 +89,4 @@ def test_steps_cost_by_the_devices_that_they_were_made_on(tmp_path: Path) -> Non
     assert found.a.cost == pytest.approx(0.75 * found.b.cost)
     by_cost = next(curve for curve in found.curves if curve.of == "cost")
     assert by_cost.at[-1] == pytest.approx(found.a.cost, rel=1e-5)
+    assert next(row for row in in_text(found) if row.startswith("cost of steps")).endswith(" USD")

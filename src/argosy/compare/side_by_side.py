@@ -185,9 +185,10 @@ def _finite(value: float | None) -> float | None:
 
 def in_text(found: Comparison) -> Iterator[str]:
     """Yield the lines that say a comparison to a person."""
-    rows = [("", "A", "B"), ("run", found.a.folder, found.b.folder)]
+    both = (found.a, found.b)
+    rows: list[tuple[str, ...]] = [("", "A", "B"), ("run", found.a.folder, found.b.folder)]
     rows += [
-        (name, write(getattr(found.a, key)), write(getattr(found.b, key)))
+        (name, *(f"{write(getattr(run, key))} {run.currency if key == 'cost' else ''}".rstrip() for run in both))
         for key, (name, write) in WRITTEN_FIELDS.items()
         if key != "validation_accuracy" or found.a.validation_accuracy or found.b.validation_accuracy
     ]

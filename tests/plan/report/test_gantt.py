@@ -59,7 +59,7 @@ def printed(found: JobSchedule) -> list[str]:
     ("found", "words"),
     [
         (schedule(job("one", 0, 5, 8)), "1 job, done at +5.0 h; none late"),
-        (LATE, "2 jobs, done at +10.0 h; 1 late: second; being late costs 1.00k EUR in the mean of all that may come"),
+        (LATE, "2 jobs, done at +10.0 h; 1 late: second; being late costs 1.00k EUR on average"),
     ],
 )
 def test_the_headline_says_what_is_late_and_what_that_costs(found: JobSchedule, words: str) -> None:

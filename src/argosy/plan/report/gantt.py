@@ -64,7 +64,7 @@ def headline(found: JobSchedule) -> str:
     late = [job.name for job in found.jobs if job.late_s]
     money = ""
     if found.late_cost >= 0.5:
-        money = f"; being late costs {count(found.late_cost)} {found.currency} in the mean of all that may come"
+        money = f"; being late costs {count(found.late_cost)} {found.currency} on average"
     words = f"{len(late)} late: {', '.join(late)}" if late else "none late"
     return f"{counted(len(found.jobs), 'job')}, done at {after_now(found.end_s)}; {words}{money}"
 

@@ -63,7 +63,7 @@ def figures_table(*columns: str, words: Collection[str] = ()) -> Table:
     """Return a table without lines, and without a head if no columns are named. All but `words` are figures."""
     table = Table(box=None, show_header=bool(columns), pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name, justify="left" if name in words else "right")
+        table.add_column(name, justify="left" if name in words else "right", overflow="fold")
     return table
 
 
