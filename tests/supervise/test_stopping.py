@@ -68,12 +68,13 @@ def test_a_worker_of_parameter_servers_has_no_state_to_lose(tmp_path):
     assert "servers have the state" in str(error) and "nothing was saved" not in str(error)
 
 
-def test_a_state_that_was_not_saved_is_not_called_saved(stopping):
+@pytest.mark.parametrize("why", ["a second signal came", "the disk is full. Mend that."])
+def test_a_state_that_was_not_saved_is_not_called_saved(stopping, why):
     os.kill(os.getpid(), signal.SIGINT)
     assert stopping.begins()
-    stopping.not_saved = "a second signal came"
+    stopping.not_saved = why
     error = stopping.error()
-    assert isinstance(error, Retryable) and "before the state was saved: a second signal came" in str(error)
+    assert isinstance(error, Retryable) and f"before the state was saved: {why.rstrip('.')}. The same" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class Stopping:
             again = f"The parameter servers have the state; the same command takes part again ({self._run_dir})."
             return Interrupted(f"stopped by {name}. {again}", self.number)
         if self.not_saved:
-            why = f"stopped by {name} before the state was saved: {self.not_saved}"
+            why = f"stopped by {name} before the state was saved: {self.not_saved.rstrip('.')}"
             return Retryable(f"{why}. {how_to_go_on(self._run_dir)}")
         return Interrupted(f"stopped by {name}. {how_to_go_on(self._run_dir)}", self.number)
 
