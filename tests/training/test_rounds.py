@@ -162,6 +162,16 @@ def test_an_outer_step_that_was_due_in_a_checkpoint_is_made_before_the_next_step
     assert next(rounds.steps()) == 1 and state.rounds == 1
 
 
+def test_a_run_that_went_back_to_before_a_state_that_it_took_over_takes_one_over_again(tmp_path: Path) -> None:
+    state, _, sites = site(run_of(tmp_path, {"every_steps": 9}), tmp_path / "A")
+    steps = rounds_of(state, has_signal=lambda: True).steps()
+    sites.adopted_at.write_text("2")
+    state.step = 3
+    assert next(steps) == 3 and not sites.lost.exists()
+    state.step = 1
+    assert next(steps, None) is None and sites.lost.exists()
+
+
 def test_a_site_that_waits_leaves_a_world_that_is_over(tmp_path: Path) -> None:
     state, _, _ = site(run_of(tmp_path, {"every_steps": 1}), tmp_path / "A")
     rounds = rounds_of(state)

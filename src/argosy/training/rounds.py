@@ -120,9 +120,16 @@ class Rounds(Agreement):
         return True
 
     def steps(self) -> Iterator[int]:
-        """Yield as `Agreement.steps`; a run that went back may be where an outer step was due and not made yet."""
+        """Yield as `Agreement.steps`; a run that went back may be where an outer step was due and not made yet, or, as
+        the state that it took over could not be saved, before that.
+        """
+        last = 0
         for step in super().steps():
-            if self._state.step >= self._sites.merge_after(self._state.rounds) and not self.settle():
+            is_apart, last = step < last and self._has_gone_apart(), step
+            if is_apart and not self._wait_for_state():
+                return
+            is_due = step >= self._sites.merge_after(self._state.rounds)
+            if (is_apart or is_due) and not self.settle():
                 return
             if self._state.step == step:
                 yield step
