@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from argosy.plan.cost.collectives import all_reduce_s, gather_s, send_s
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.cost_model import CostModel, first_of
 from argosy.plan.cost.memory_model import MemoryModel
-from argosy.plan.cost.muon import hidden_matrices
 from argosy.plan.cost.rates import System
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.hardware.clusters import Cluster
@@ -112,19 +112,21 @@ def test_the_closed_form_has_the_simulated_peak(preset, written, keys):
     assert planned == {name: pytest.approx(found[name], rel=0.05, abs=SMALL * peak.peak_bytes) for name in planned}
 
 
-@pytest.mark.parametrize("plan", ["", "dp_replicate=2"])
-def test_an_update_of_muon_takes_what_the_simulated_one_does(plan):
-    """The peak of few tokens, within 2 %. Directions are in fp32 on a CPU, whose operators the simulator has."""
-    sizes = {"model.vocab_size": 400, "model.layers": 2, "data.seq_len": 16, "optimizer.kind": "muon"}
-    run = load("demo", {"model.preset": "llama-60m", "train.global_batch": 4, **sizes})
-    laid_out = Plan.parse(f"{plan},compile=false".lstrip(","))
-    peak = simulate(laid_out, run, [0], Cluster.parse("8xh100"))[0].record.memory
-    system = System(moment_bytes=4, ends_moment_bytes=4, hidden=hidden_matrices(run), direction_bytes=4)
-    model = MemoryModel(Layouts.of([laid_out]), Workload.of(run), system, Constants())
-    found = model.on_rank(first=True, last=True)
-    allocated = float(np.squeeze(found.total - found.reserve)) - Constants().workspace_bytes
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [("", {"kind": "muon"}), ("dp_replicate=2", {"kind": "muon"}), ("", {"kind": "lion", "state": "int8"})],
+)
+def test_an_update_takes_what_the_simulated_one_does(plan, optimizer):
+    """The peak of few tokens, within 4 %. Muon computes in fp32 on a CPU, whose operators the simulator has."""
+    sizes = {"model.preset": "llama-60m", "model.vocab_size": 2000, "model.layers": 1, "data.seq_len": 16}
+    run = load("demo", {**sizes, "train.global_batch": 4}).with_keys(optimizer=optimizer)
+    laid_out, cluster = Plan.parse(f"{plan},compile=false".lstrip(",")), Cluster.parse("8xh100")
+    peak = simulate(laid_out, run, [0], cluster)[0].record.memory
+    system = replace(CostModel.of(run, cluster).system, direction_bytes=4, chunk_rows=0)
+    found = MemoryModel(Layouts.of([laid_out]), Workload.of(run), system, Constants()).predict()
     assert peak.peak_phase == "optimizer"
-    assert allocated == pytest.approx(peak.peak_bytes, rel=0.02)
+    allocated = float(np.squeeze(found.total - found.reserve)) - Constants().workspace_bytes
+    assert allocated == pytest.approx(peak.peak_bytes, rel=0.04)
 
 
 COMES_AND_GOES = "comes and goes"

@@ -219,9 +219,12 @@ class Lion(UpdateRule):
         """Step by the momentum with `beta1`; keep the momentum with `beta2`."""
         for slot in not_empty(slots):
             with opened([slot]) as (u,):
-                sign = u.moments["exp_avg"].lerp(u.gradient, 1 - self.config.beta1).sign_()
-                u.weight.mul_(1 - lr * weight_decay).sub_(sign, alpha=lr)
-                u.moments["exp_avg"].lerp_(u.gradient, 1 - self.config.beta2)
+                momentum = u.moments["exp_avg"]
+                # The sign has no name, which would keep it while the slot is closed, where rounding takes most memory.
+                u.weight.mul_(1 - lr * weight_decay).sub_(
+                    momentum.lerp(u.gradient, 1 - self.config.beta1).sign_(), alpha=lr
+                )
+                momentum.lerp_(u.gradient, 1 - self.config.beta2)
 
 
 def not_empty(slots: Sequence[Slot]) -> list[Slot]:
