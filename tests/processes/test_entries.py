@@ -49,7 +49,10 @@ def named(callee: str) -> Iterator[list[str]]:
     for known, calls in modules_that_use_processes():
         for call in calls:
             match call:
-                case ast.Call(func=ast.Name(name), args=words, keywords=keywords) if name == callee:
+                case (
+                    ast.Call(func=ast.Name("partial"), args=[ast.Name(name), *words], keywords=keywords)
+                    | ast.Call(func=ast.Name(name), args=words, keywords=keywords)
+                ) if name == callee:
                     words = words + [keyword.value for keyword in keywords if keyword.arg == "module"]
                     if texts := [text for word in words if (text := _text(word, known)) is not None]:
                         yield texts
