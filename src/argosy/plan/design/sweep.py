@@ -206,7 +206,8 @@ class TrainingSweep:
             if regret < ROUND_TOLERANCE:
                 break
         step_s = np.where(best.way < 0, np.nan, best.step_s)
-        return self._with_costs(step_s, best.way, tuple(best.ways), regret)
+        plans = Layouts.of([plan.plan(0) for plan in best.ways.values()])
+        return self._with_costs(step_s, best.way, plans[np.maximum(best.way, 0)], tuple(best.ways), regret)
 
     def step_at(self, row: int, number_format: str, plan: Layouts) -> float:
         """Return the seconds of a plan's step on one point."""
@@ -214,12 +215,17 @@ class TrainingSweep:
         return float(np.asarray(self.step(plan, rates).total)[0])
 
     def _with_costs(
-        self, step_s: Floats, way: NDArray[np.int64], plans: tuple[tuple[str, str], ...], regret: float
+        self,
+        step_s: Floats,
+        way: NDArray[np.int64],
+        layouts: Layouts,
+        plans: tuple[tuple[str, str], ...],
+        regret: float,
     ) -> TrainedPoints:
         model = WholeRunModel(self.request.run, self.request.cluster, self.costs, self.asked.tokens)
         used = np.full(len(step_s), self.asked.devices)
         failures = model.failures(used, np.nan_to_num(step_s, nan=1.0))
-        made = model.whole(Layouts.of([]), used, Estimate.exactly(step_s), failures)
+        made = model.whole(layouts, used, Estimate.exactly(step_s), failures)
         hours = np.asarray(made.device_hours.mid)
         return TrainedPoints(
             step_s=step_s,
