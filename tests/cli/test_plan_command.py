@@ -88,9 +88,10 @@ def test_json_is_complete_and_its_plans_can_be_pasted(ask: Any) -> None:
     assert best["step_s"]["low"] < best["step_s"]["mid"] < best["step_s"]["high"]
     steps = [choice["step_s"]["mid"] for choice in said["choices"]]
     assert steps == sorted(steps)
-    assert sum(said["explanation"]["waterfall"].values()) == pytest.approx(
-        best["step_s"]["mid"] * (1 + said["explanation"]["failures"]["overhead"]["mid"])
-    )
+    waterfall = said["explanation"]["waterfall"]
+    undisturbed_s = best["step_s"]["mid"] + waterfall["evaluations"]
+    lost = said["explanation"]["failures"]["overhead"]["mid"]
+    assert sum(waterfall.values()) == pytest.approx(undisturbed_s * (1 + lost))
     assert sum(said["explanation"]["memory"].values()) == pytest.approx(best["memory_bytes"]["mid"])
     assert best["run"]["money"]["mid"] > 0 and best["run"]["energy_kwh"]["mid"] > 0
     assert said["tokens"] == pytest.approx(20 * said["active_parameters"])

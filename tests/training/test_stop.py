@@ -17,7 +17,7 @@ from argosy.training.stop import StopSignal, WorldIsOver
 
 @pytest.fixture(autouse=True)
 def _handlers_as_they_were() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}  # nohup has SIGHUP ignored
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
