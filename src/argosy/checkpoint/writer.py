@@ -233,10 +233,13 @@ class Writer:
                 return
             self._draining = newest.step
             remote = Remote(upkeep.remote, run_dir)
-            there, every = set(remote.steps()), upkeep.keep_every
-            missing = [c for c in store.committed(run_dir) if c.step not in there and c.step < newest.step]
-            lasting = [c for c in missing if every and c.step % every == 0 and c.is_verified]
-            for checkpoint in (newest, *lasting[-1:]):
+            lasting = {
+                c.step: c
+                for c in store.committed(run_dir)
+                if upkeep.keep_every and c.step % upkeep.keep_every == 0 and c.step < newest.step and c.is_verified
+            }
+            lacking = sorted(set(lasting) - set(remote.steps())) if lasting else []
+            for checkpoint in (newest, *(lasting[step] for step in lacking[-1:])):
                 self._draining = checkpoint.step
                 if remote.put(checkpoint, order.check_generation):
                     seconds = round(time.monotonic() - began_s, 3)
