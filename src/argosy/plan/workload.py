@@ -55,7 +55,7 @@ class Workload:
     widest_ffn: Numbers
     """Width of the widest feed-forward."""
     ffn_matrices: Numbers
-    """Of a dense layer's feed-forward: 3 with a gate (SwiGLU), 2 without one (GELU)."""
+    """Matrices of a dense layer's feed-forward: 3 with a gate (SwiGLU), 2 without one (GELU)."""
     vocab_size: Numbers
     tied: Numbers
     """1 if the head uses the embedding's weight."""

@@ -2,7 +2,7 @@
 stood still; of workers on GPUs, what NCCL's flight recorder holds too.
 
 Who may write to the run's folder may ask: a request is one small file there, which each agent looks for every second,
-and its answer is a file beside it. Nothing is run on behalf of the client but this.
+and its answer is a file beside it. Nothing else is run for whoever asks.
 """
 
 from __future__ import annotations
