@@ -14,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.config.data import FiltersConfig
+from argosy.data.languages import language_identifier
 from argosy.errors import UserError, missing_extra
 from argosy.files import read_at_most
 
@@ -56,8 +59,7 @@ class Filters:
         if config.languages:
             self._rules.append(_language(config.languages, config.language_score))
         if config.repetition:
-            kind = of_datatrove("filters.gopher_repetition_filter").GopherRepetitionFilter
-            self._rules.append(_of_text("repetition", kind(language=word_tokenizer())))
+            self._rules.append(_repetition())
         if config.quality:
             kind = of_datatrove("filters.gopher_quality_filter").GopherQualityFilter
             self._rules.append(_of_text("quality", kind(language=word_tokenizer())))
@@ -98,9 +100,11 @@ def word_tokenizer() -> Any:
     regex, base = imported("regex"), imported("datatrove.utils.word_tokenizers").WordTokenizer
     pattern = regex.compile(rf"[{SINGLE_CHARACTER_WORDS}]|[\w--[{SINGLE_CHARACTER_WORDS}]]+|[^\w\s]", regex.V1)
 
+    in_ascii = re.compile(r"\w+|[^\w\s]", re.ASCII)  # the same there, in a third of the time
+
     class Words(base):  # type: ignore[misc, valid-type]  # of the interface's three, no filter calls the other two
         def word_tokenize(self, text: str) -> list[str]:
-            return list(pattern.findall(text))
+            return list((in_ascii if text.isascii() else pattern).findall(text))
 
         def sent_tokenize(self, text: str) -> list[str]:
             raise NotImplementedError
@@ -121,8 +125,7 @@ def _length(least: int, most: int) -> Rule:
 
 
 def _language(languages: tuple[str, ...], least: float) -> Rule:
-    langid = imported("py3langid.langid")
-    identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+    identifier = language_identifier(imported("py3langid.langid"))
     known = sorted(str(label) for label in identifier.labels)
     if wrong := [language for language in languages if language not in known]:
         raise UserError(
@@ -190,6 +193,45 @@ def _words(path: Path) -> Rule:
 def _folded(text: str) -> str:
     """Return a text in which letters are the same that differ by their case, as `regex` has it."""
     return text.replace("İ", "i").replace("ı", "i").casefold()
+
+
+def _repetition() -> Rule:
+    """Return Gopher's rule as datatrove has it: by it for lines and paragraphs; n-grams are cut out of the whole text
+    here, not joined of words one by one, which decides the same."""
+    kind, words = of_datatrove("filters.gopher_repetition_filter").GopherRepetitionFilter, word_tokenizer()
+    in_lines = _of_text("repetition", kind(top_n_grams=(), dup_n_grams=(), language=words))
+    limits, split = kind(), imported("datatrove.utils.text").split_into_words
+
+    def rule(text: str, url: str) -> str:
+        if why := in_lines(text, url):
+            return why
+        found = split(text, words)
+        joined, ends = "".join(found), [0, *accumulate(map(len, found))]
+        spaced, starts = " ".join(found), [end + number for number, end in enumerate(ends)]
+        for n, most in limits.top_n_grams:
+            counts = Counter([spaced[start : end - 1] for start, end in zip(starts, starts[n:], strict=False)])
+            if any(len(ngram) * count / len(text) > most for ngram, count in counts.most_common(1)):
+                return f"repetition: top {n} gram"
+        for n, most in limits.dup_n_grams:
+            ngrams = [joined[start:end] for start, end in zip(ends, ends[n:], strict=False)]
+            if _repeated_chars(ngrams, n) / len(text) > most:
+                return f"repetition: duplicated {n} n grams"
+        return ""
+
+    return rule
+
+
+def _repeated_chars(ngrams: list[str], n: int) -> int:
+    """Return the characters of those of a text's n-grams that came before; after one, the next that it is not part of
+    counts."""
+    seen, chars, at = set[str](), 0, 0
+    while at < len(ngrams):
+        if ngrams[at] in seen:
+            chars, at = chars + len(ngrams[at]), at + n
+        else:
+            seen.add(ngrams[at])
+            at += 1
+    return chars
 
 
 def _of_text(name: str, rule: Any) -> Rule:
