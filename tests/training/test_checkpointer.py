@@ -20,6 +20,7 @@ from argosy.checkpoint.store import Checkpoint
 from argosy.config.optimizer import OptimizerConfig
 from argosy.config.schema import CheckpointConfig
 from argosy.errors import ArgosyError, StorageError, UserError
+from argosy.launch import run_folder
 from argosy.observe.events import Events, read_lines
 from argosy.observe.screen import Progress
 from argosy.optim.optimizer import Optimizer
@@ -339,6 +340,16 @@ def test_a_copy_that_was_trained_with_other_data_is_refused_where_nothing_else_t
     with pytest.raises(UserError, match=r"data corpus and these are another corpus\..*--accept-changes"):
         changed.restore(state())
     assert changed.restore(state()).step == 4, "it is here now, and the start of the run has asked"
+
+
+def test_a_copy_that_was_trained_with_other_data_is_taken_at_once_if_changes_are_accepted(tmp_path, monkeypatch):
+    run_dir, there = tmp_path / "run", str(tmp_path / "there")
+    save(run_dir, 4, remote=there)
+    store.remove(store.step_folder(run_dir, 4))
+    run_folder.enter(run_dir, run_config(tmp_path, checkpoint={"remote": there}), "another corpus", accept_changes=True)
+    changed = checkpointer(run_dir, remote=there)
+    monkeypatch.setattr(changed, "_data_identity", "another corpus")
+    assert changed.restore(state()).step == 4
 
 
 def test_a_run_does_not_start_anew_because_the_remote_place_cannot_be_reached(tmp_path, monkeypatch):

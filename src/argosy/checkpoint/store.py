@@ -39,6 +39,8 @@ MANIFEST, VERIFIED = "manifest.json", "verified.json"
 VERIFIED_KEPT = 2
 """Number of verified checkpoints that a run always keeps."""
 WITHDRAWN = ".withdrawn"
+ACCEPTED = ".accepted-data"
+"""File of a run's folder: the prepared data to go on with, whatever data a copy of a checkpoint was trained with."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.fence import CLAIMS, NAME_FILE, OLD_FILES
-from argosy.checkpoint.store import Checkpoint, committed
+from argosy.checkpoint.store import ACCEPTED, Checkpoint, committed
 from argosy.config.dump import save_run
 from argosy.config.extend import ExtendConfig
 from argosy.config.identity import is_under, lasting_values
@@ -50,7 +50,7 @@ from argosy.sync.length import check_length
 OF_A_START = (f"{RUN_LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
               COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",
               "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml",
-              *(f"{name}*" for name in USAGE))  # fmt: skip
+              ACCEPTED, *(f"{name}*" for name in USAGE))  # fmt: skip
 """Names of what a run that was interrupted while it started may have left."""
 
 
@@ -208,6 +208,8 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     if run.site and not is_asynchronous(run.plan):
         check_length(run_dir, run, max((one.step for one in checkpoints), default=0))
     if not checkpoints:
+        if accept_changes and run.checkpoint.remote:  # what is there is known once it is fetched
+            (run_dir / ACCEPTED).write_text(data_identity)
         return run
     before = load(run_dir / "run.toml")
     changed = _differences(before, run)

@@ -273,7 +273,7 @@ class Checkpointer:
         """Bring the newest whole one of the remote place here, if it is newer than `here`; otherwise return `here`.
 
         Raises: StorageError if that cannot be told and there is none here; UserError if it is of other data, which
-        nobody who found none here was asked about.
+        nobody who found none here has accepted.
         """
         damaged = here.damaged if here else ()
         for step in reversed(self._remote_steps(remote, may_fail=here is not None)):
@@ -290,7 +290,7 @@ class Checkpointer:
                 continue
             self._events.write("fetched", step=step, remote=self._settings.remote)
             theirs = checkpoint.manifest.data_identity
-            if here is None and theirs not in ("", self._data_identity):
+            if here is None and theirs not in ("", self._data_identity) and not self._is_accepted():
                 raise UserError(
                     f"checkpoint.remote = {self._settings.remote}: step {step} was trained with prepared data {theirs} "
                     f"and these are {self._data_identity}. Prepare the same data again; or, now that it is here, give "
@@ -303,6 +303,13 @@ class Checkpointer:
                 "Restore one, or leave the key out to start without what is there."
             )
         return Choice(here.checkpoint, damaged) if here else None
+
+    def _is_accepted(self) -> bool:
+        """Return True if the run was started to go on with its data, whatever it was trained with before."""
+        try:
+            return (self._run_dir / store.ACCEPTED).read_text() == self._data_identity
+        except OSError:
+            return False
 
     def _forget_copies(self, after: int) -> None:
         """Delete the copies of steps after `after`, if the remote place can be reached. Only one process calls it."""
