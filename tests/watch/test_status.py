@@ -96,6 +96,17 @@ def test_only_what_is_new_is_told_after_an_event_of_an_earlier_status(run):
     assert [change.event for change in status(run.path, "10m").changes] == ["start", "save"]
 
 
+def test_ages_in_what_is_over_are_counted_from_now(run: RunFolder) -> None:
+    hour_ago_s = time.time() - 3600
+    run.step(0, loss=3.0, time_s=hour_ago_s)
+    (run.path / "events" / "rank-0.jsonl").unlink()
+    run.event("save", step=1, time_s=hour_ago_s)
+    run.event("finish", finished=True, time_s=hour_ago_s)
+    found = status(run.path)
+    assert (found.state, found.time_s - found.changes[-1].time_s) == ("finished", pytest.approx(3600, abs=60))
+    assert status(run.path, "10m").changes == []
+
+
 @pytest.mark.parametrize(("since", "ago_s"), [("90s", 90.0), ("1.5h", 5400.0), ("2w", 1_209_600.0)])
 def test_a_duration_is_a_moment_so_long_ago(since: str, ago_s: float) -> None:
     assert since_time_s([], since, 1e9) == 1e9 - ago_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -156,9 +157,9 @@ def status_of(reader: RunReader, since: str = "") -> RunSummary:
     event, of which the last one counts. Raises: UserError if it is none of these.
     """
     found, shown = conclusions_of(reader), line(reader.folder.name, reader)
-    facts, predicted = found.facts, reader.prediction
+    facts, predicted, now_s = found.facts, reader.prediction, time.time()
     events = [event for event in reader.events if tells_of_the_run(event["process"]) and in_words(event) is not None]
-    since_s = since_time_s(reader.events, since, facts.now_s)
+    since_s = since_time_s(reader.events, since, now_s)
     new = [event for event in events if event["time_s"] > since_s]
     alerts = standing_of(found.alerts)
     measured = memory(reader)["measured_total"]
@@ -167,7 +168,7 @@ def status_of(reader: RunReader, since: str = "") -> RunSummary:
         folder=str(reader.folder),
         state=reader.state,
         why=_short(reader.why),
-        time_s=round(facts.now_s, 3),
+        time_s=round(now_s, 3),
         **{key: shown[key] for key in ("step", "steps", "tokens", "devices")},
         tokens_per_s=_rounded(shown["tokens_per_s"]),
         plan=shown["plan"] and _short(shown["plan"]),
