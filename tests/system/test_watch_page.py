@@ -118,11 +118,21 @@ def rows(watched: Watched, chart: str) -> list[dict[str, str]]:
 
 
 LABELS = """async () => {
-  const [{ axesOf }, { percent, duration, bytes }] = await Promise.all([import("/static/chart_axes.js"),
+  const [{ axesOf }, { percent, duration, bytes, number }] = await Promise.all([import("/static/chart_axes.js"),
     import("/static/format.js")]);
   const labels = (axis, places) => axesOf({ axis }, {})[1].values(null, places);
   return [labels(percent, [0.275, 0.3, 0.325]), labels(percent, [0.2, 0.3]), labels(duration, [60, 90, 120]),
-    labels(bytes, [72.51e9, 72.52e9])];
+    labels(bytes, [72.51e9, 72.52e9]), labels(number, [8000, 8500, 9000]), labels(number, [500, 8000, 10000])];
+}"""
+HIGHEST = """async (highest) => {
+  const { scalesOf } = await import("/static/chart_axes.js");
+  const top = (losses) => {
+    const plot = { series: [{ idxs: [0, losses.length - 1] }], data: [losses.map((_, i) => i), losses] };
+    return scalesOf({ kind: "lines" }, {}).y.range(plot, Math.min(...losses), Math.max(...losses))[1];
+  };
+  const falling = [...Array(100).keys()].map((i) => 2 + 6 / (1 + i));
+  const high = (from, to) => falling.map((loss, i) => (i >= from && i < to ? highest : loss));
+  return [top(falling), top(high(50, 52)), top(high(50, 56)), top(high(50, 52).slice(30, 70))];
 }"""
 
 
@@ -133,7 +143,15 @@ def test_labels_of_an_axis_say_where_they_are_with_no_digit_too_many(open_page):
         ["20 %", "30 %"],
         ["1 min", "1 min 30 s", "2 min"],
         ["72.51 GB", "72.52 GB"],
+        ["8\u202f000", "8\u202f500", "9\u202f000"],
+        ["500", "8k", "10k"],
     ]
+
+
+def test_a_spike_of_a_moment_leaves_the_chart_and_the_rest_stays_readable(open_page):
+    falling, spike, plateau, few = open_page().page.evaluate(HIGHEST, 900)
+    assert spike == falling < 9
+    assert plateau > 900 and few > 900  # what stays is no spike; and whoever zooms in sees all of it
 
 
 @pytest.mark.slow

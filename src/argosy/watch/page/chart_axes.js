@@ -1,10 +1,12 @@
 // Axes of charts, and what is drawn over the curves.
 
 import { colour } from "./colours.js";
-import { ticks } from "./curves.js";
+import { extent, steadyHigh, ticks } from "./curves.js";
 import { clock, grouped } from "./format.js";
 
 const MOST_DIGITS = 6;
+const SPIKE = 3; // where a spike rises so many times as far as all else, it leaves the chart
+const LEAST_K = 1e4; // from this number on an axis has thousands, "8k", also at its smaller places
 
 /** uPlot's options for both axes of a Chart. */
 export function axesOf(chart, { logX, logY }) {
@@ -28,7 +30,8 @@ export function axesOf(chart, { logX, logY }) {
 
 /** Labels of these places, with as many more digits as say where they are: a curve may stay within a percent. */
 function exact(places, format) {
-  const written = (more) => places.map((each) => (each === null ? "" : format(each, more)));
+  const thousand = Math.max(...places.map(Math.abs)) >= LEAST_K ? 1e3 : undefined;
+  const written = (more) => places.map((each) => (each === null ? "" : format(each, more, thousand)));
   let labels = written(0);
   for (let more = 1; more <= MOST_DIGITS; more++) {
     const finer = written(more);
@@ -58,8 +61,16 @@ export function scalesOf({ kind, isTime }, { logX, logY }) {
   };
   const y = logY
     ? { distr: 3, range: (plot, low, high) => logRange(low, high) }
-    : { range: (plot, low, high) => yRange(low, high, kind) };
+    : { range: (plot, low, high) => yRange(low, withoutSpikes(plot, kind === "stack" ? 0 : low, high), kind) };
   return { x, y };
+}
+
+function withoutSpikes(plot, low, high) {
+  if (low === null || high === null) return high;
+  const [from, to] = plot.series[0].idxs;
+  const columns = plot.data.slice(1).map((column) => column.slice(from, to + 1));
+  const most = low + SPIKE * (Math.max(...columns.map(steadyHigh)) - low);
+  return most > low && high > most ? extent(columns.map((column) => column.filter((value) => value <= most)))[1] : high;
 }
 
 function yRange(low, high, kind) {
@@ -116,6 +127,25 @@ export function drawMarks(plot, marks) {
     ctx.fillStyle = colour(mark.colour);
     ctx.beginPath();
     ctx.arc(x, bbox.top + 2 * devicePixelRatio, 3 * devicePixelRatio, 0, 7);
+    ctx.fill();
+  }
+  ctx.restore();
+}
+
+/** Spikes that leave the chart: a pale triangle at its top. */
+export function drawSpikes(plot) {
+  const { ctx, bbox } = plot;
+  const size = 4 * devicePixelRatio;
+  const [from, to] = plot.series[0].idxs;
+  ctx.save();
+  ctx.fillStyle = colour("muted");
+  for (let i = from; i <= to; i++) {
+    if (!plot.data.some((column, n) => n > 0 && column[i] > plot.scales.y.max)) continue;
+    const x = plot.valToPos(plot.data[0][i], "x", true);
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x + size, bbox.top + 2 * size);
+    ctx.lineTo(x - size, bbox.top + 2 * size);
     ctx.fill();
   }
   ctx.restore();

@@ -1,7 +1,7 @@
 // A chart in a card: title, legend with the values under the cursor, downloads, zoom by drag, keyboard.
 // uPlot draws; the server has already thinned what is drawn to about a point a pixel.
 
-import { axesOf, drawBad, drawMarks, scalesOf } from "./chart_axes.js";
+import { axesOf, drawBad, drawMarks, drawSpikes, scalesOf } from "./chart_axes.js";
 import { linesOf, stackOf } from "./chart_data.js";
 import { colour } from "./colours.js";
 import { csv, nearest } from "./curves.js";
@@ -172,7 +172,11 @@ export class Chart {
       hooks: {
         setCursor: [(plot) => this.#values(plot.cursor.left >= 0 ? plot.cursor.idxs : null)],
         setSelect: [(plot) => this.#select(plot)],
-        draw: [(plot) => drawMarks(plot, this.drawn.marks ?? []), (plot) => drawBad(plot, this.drawn.series)],
+        draw: [
+          (plot) => drawMarks(plot, this.drawn.marks ?? []),
+          (plot) => drawBad(plot, this.drawn.series),
+          drawSpikes,
+        ],
       },
     };
   }

@@ -53,6 +53,16 @@ export function median(values) {
   return sorted.length ? sorted[(sorted.length - 1) >> 1] : null;
 }
 
+const WINDOW = 5;
+const FEW = 50; // of so few values each may be looked at
+
+/** The height that a column stays at for more than a moment: the most that the middle of five neighbours comes to. */
+export function steadyHigh(column) {
+  const values = column.filter((value) => value !== null && value !== undefined);
+  if (values.length < FEW) return Math.max(...values);
+  return Math.max(...values.slice(WINDOW - 1).map((_, i) => median(values.slice(i, i + WINDOW))));
+}
+
 /** Round places between two ends, for an axis or a legend. */
 export function ticks(low, high, count = 4) {
   if (!(high > low)) return [low];

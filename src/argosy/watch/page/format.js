@@ -4,8 +4,8 @@ export const NONE = "–";
 
 const missing = (value) => value === null || value === undefined || !Number.isFinite(value);
 
-/** Three to four significant digits: 12.3k, 0.00123, 6.957. */
-export function number(value, more = 0) {
+/** Three to four significant digits: 12.3k, 0.00123, 6.957. thousand: from where on they are written as k. */
+export function number(value, more = 0, thousand = 1e4) {
   if (missing(value)) return NONE;
   const size = Math.abs(value);
   if (size === 0) return "0";
@@ -14,7 +14,7 @@ export function number(value, more = 0) {
     [1e12, "T"],
     [1e9, "G"],
     [1e6, "M"],
-    [1e4, "k"],
+    [thousand, "k"],
   ]) {
     if (size >= limit) return digits(value / (unit === "k" ? 1e3 : limit), 3 + more) + unit;
   }
