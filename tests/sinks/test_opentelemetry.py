@@ -160,17 +160,19 @@ def test_the_standard_variables_are_honoured(tmp_path, collector, monkeypatch):
     assert (resource["service.name"], resource["deployment.environment"]) == ("trainer", "lab")
 
 
-def test_a_collector_that_refuses_is_an_error_and_the_spans_come_again(tmp_path, collector):
+@pytest.mark.parametrize("status", [400, 301])
+def test_a_collector_that_refuses_is_an_error_and_the_spans_come_again(tmp_path, collector, status):
     run = RunFolder(tmp_path, opentelemetry={"endpoint": collector.address})
     a_whole_run(run)
-    collector.status = 400
+    collector.status = status
     told = SinkSession(tmp_path, "opentelemetry")
     with pytest.raises(ConnectionError, match="did not take the spans"):
         told.catch_up()
     collector.status = 200
-    told = SinkSession(tmp_path, "opentelemetry")
-    told.catch_up()
+    again = SinkSession(tmp_path, "opentelemetry")
+    again.catch_up()
     assert len(collector.named("start")) == 1
+    assert again.sink.state["trace"] == told.sink.state["trace"]  # it may have taken what it did not answer
 
 
 def test_without_a_collector_the_error_says_where_none_answers(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -37,6 +38,23 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 DEFAULT_ENDPOINT = "http://localhost:4318"
 MOST_SPANS = 500
 """Most spans in one request."""
+
+
+def _session() -> requests.Session | None:
+    """Return a session to which a redirect is a failure: the exporter does not follow it, and takes it for success.
+
+    None if the exporter is to make one with credentials of a provider that a variable names.
+    """
+
+    def refuse(response: requests.Response, **request: Any) -> None:
+        if 300 <= response.status_code < 400:
+            raise requests.TooManyRedirects(f"status {response.status_code}")
+
+    if any(name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ if name.startswith("OTEL_PYTHON_EXPORTER_")):
+        return None
+    session = requests.Session()
+    session.hooks["response"].append(refuse)
+    return session
 
 
 class FixedIds(IdGenerator):
@@ -70,7 +88,9 @@ class OpenTelemetry(Sink):
         endpoint, service = settings["endpoint"], settings["service"]
         self._collector = endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), DEFAULT_ENDPOINT)
         self._steps_per_span: int = settings["steps_per_span"]
-        self._exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None)
+        self._exporter = OTLPSpanExporter(
+            endpoint=f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None, session=_session()
+        )
         resource = Resource.create({"service.name": service} if service else {})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "argosy"}))

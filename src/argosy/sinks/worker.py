@@ -159,6 +159,7 @@ class SinkSession:
         extend = load(folder / "run.toml").extend
         self.sink: Sink = entry_of(name, extend).load()(about(folder, before["state"]))
         self._feed = Feed(folder, before["marks"])
+        self._keep()  # what names the run at its server holds, whatever becomes of the first lines
         if self.sink.must_start_over:
             self._start_over()
 
