@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 
 import pytest
 
+from argosy.cli.launch import Options
+from argosy.cli.options import parse_run
+from argosy.engines.record import LaunchedJob
 from argosy.errors import UserError
 from argosy.observe.report import Report
 from argosy.watch import status as status_module
@@ -133,6 +137,25 @@ def test_what_is_over_leads_to_the_command_that_goes_on(run, facts, state, comma
     assert (found.state, found.next.rule) == (state, state)
     assert found.next.command.startswith(command) and str(run.path) in found.next.command
     assert (found.health == "critical") == (state == "failed")
+
+
+@pytest.mark.parametrize(
+    ("engine", "job", "nodes", "on"),
+    [
+        ("local", "12@34", 1, ("--on", "local")),
+        ("slurm", "7", 2, ("--on", "slurm", "--nodes", "2")),
+        ("ssh", "h1,me@h2", 2, ("--on", "ssh", "--hosts", "h1,me@h2")),
+    ],
+)
+def test_a_launched_run_goes_on_by_a_command_that_can_be_given(run, engine, job, nodes, on):
+    (run.path / "launch").mkdir()
+    LaunchedJob.submitted(engine, job, nodes).save(run.path)
+    training(run, [3.0] * 20)
+    run.event("finish", exit_code=143)
+    words = shlex.split(status(run.path).next.command)
+    assert words == ["argosy", "launch", f"{run.path}/run.toml", *on, "--run-dir", str(run.path)]
+    options, _ = parse_run(words[2:], "argosy launch", Options)
+    assert options.on == engine
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from argosy.config.section import DURATION, TIME_UNITS
 from argosy.engines.record import LaunchedJob
+from argosy.engines.ssh import Ssh
 from argosy.errors import ArgosyWarning, UserError
 from argosy.observe.panel import duration
 from argosy.observe.report import Report
@@ -320,10 +321,12 @@ def next_action(reader: RunReader, alerts: list[Alert], advice: Iterable[Advice]
 
 def _resume(reader: RunReader) -> str:
     """Return the command by which the run goes on."""
-    run_file, folder = shlex.quote(str(reader.folder / "run.toml")), shlex.quote(str(reader.folder))
-    job = LaunchedJob.load(reader.folder)
-    command = "argosy train" if job is None else f"argosy launch --on {shlex.quote(job.engine)}"
-    return f"{command} {run_file} --run-dir {folder}"
+    job, on = LaunchedJob.load(reader.folder), []
+    if job is not None:
+        places = ["--hosts", job.id] if job.engine == Ssh.name else ["--nodes", str(job.nodes)] if job.nodes > 1 else []
+        on = ["--on", job.engine, *places]
+    command = "launch" if on else "train"
+    return shlex.join(["argosy", command, str(reader.folder / "run.toml"), *on, "--run-dir", str(reader.folder)])
 
 
 def _forecast(found: Conclusions) -> ForecastStatus | None:
