@@ -15,7 +15,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import ProgramJob, RunJob
 from argosy.engines.record import LaunchedJob
-from argosy.engines.slurm import Slurm, ask, directives, listed, meaning, output, with_nodes_of_srun
+from argosy.engines.slurm import AGENT_TASK, Slurm, ask, directives, listed, meaning, output, with_nodes_of_srun
 from argosy.errors import UserError
 
 REQUEST = RunJob(
@@ -60,6 +60,17 @@ def test_what_is_asked_for_is_in_the_job():
     said = lines(replace(REQUEST, gpus_per_node=8, time="1-00:00:00", extra=("--constraint=h100",)))
     assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8", "#SBATCH --time=1-00:00:00", "#SBATCH --exclusive",
             "#SBATCH --signal=USR1@90", "#SBATCH --no-kill", "#SBATCH --constraint=h100"} <= set(said)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("signals", "code", "starts"),
+    [("TERM $PPID $$", 143, 1), ("USR1 $PPID $$", 138, 1), ("TERM $PPID; kill -KILL $$", 137, 1), ("KILL $$", 137, 5)],
+)
+def test_a_signal_ends_an_agent_that_does_not_take_it_yet_and_starts_no_other(tmp_path, signals, code, starts):
+    agent = f"sh -c 'echo start; kill -{signals}; exit 0'"
+    task = AGENT_TASK.format(command=agent, survivor="echo ends with")
+    done = subprocess.run(["bash", "-c", task], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (code, ["start"] * starts + [f"ends with {code}"])
 
 
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"

@@ -91,3 +91,9 @@ def test_survivors_of_one_job_count_it_once(tmp_path, monkeypatch):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
         found.append({decide(tmp_path, 75)[0] for _ in range(3)})
     assert found == [{75}, {75}, {75}, {1}]
+
+
+@pytest.mark.parametrize(("code", "found"), [(138, 75), (143, 75), (137, 75), (2, 2)])
+def test_a_run_that_a_signal_has_ended_before_it_began_is_to_run_again(tmp_path, code, found):
+    (tmp_path / "launch").mkdir()
+    assert decide(tmp_path, code) == (found, "the run did not begin")

@@ -42,16 +42,18 @@ DIRECTIVE = "#SBATCH "
 UNQUOTED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.,:=/+@%[]")
 """Characters of an option that mean the same in a script with and without quotes."""
 AGENT_TASK = """
-trap '' USR1 TERM
+trap 'stopped=1' USR1 TERM
 for start in {{1..5}}; do
   {command}; code=$?
-  [ $code = 137 ] || break
+  [ $code = 137 ] && [ -z "$stopped" ] || break
 done
+trap '' USR1 TERM
 {survivor} $code
 exit $code
 """
 """The task on each node, which starts an agent again that is killed, and at the end looks after the job if the batch
-host is lost (`launch.survivor`). Signals are for the agent, once it takes them: before, they would end it."""
+host is lost (`launch.survivor`). SLURM signals the task and the agent. An agent that does not take signals yet has
+nothing to save, and ends by them: it must not inherit that they are ignored."""
 
 
 class Slurm(Engine):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from argosy.engines.record import LAUNCH_FOLDER
-from argosy.errors import Retryable, RunFailed
+from argosy.errors import STOP_SIGNALS, Retryable, RunFailed
 from argosy.files import atomic_write
 from argosy.observe.events import from_the_end
 from argosy.processes.supervisor import RestartPolicy, Restarts
@@ -24,8 +25,8 @@ AGENT_RESTARTS = RestartPolicy(most_failures=3, pause_s=2.0)
 """The restarts of a batch job and of a node's agent; progress is a step more than before."""
 IDLE_JOBS_FILE = "progress.json"
 """The file in the folder for launches with the number of jobs in a row, of one launch, that have made no step."""
-KILLED = 137
-"""Exit code of a command that SIGKILL has ended."""
+SIGNALLED = {128 + number for number in (signal.SIGKILL, *STOP_SIGNALS)}
+"""Exit codes of a command that a signal has ended."""
 
 
 def decide(run_dir: Path, code: int) -> tuple[int, str]:
@@ -44,7 +45,7 @@ def outcome(run_dir: Path, code: int) -> tuple[int, str]:
     """
     run_dir = kept_in(run_dir)
     if not is_run(run_dir):
-        return Retryable.exit_code if code == KILLED else code, "the run did not begin"
+        return Retryable.exit_code if code in SIGNALLED else code, "the run did not begin"
     run = RunReader.read(run_dir)
     if run.state == "finished":
         return 0, "the run is finished"
