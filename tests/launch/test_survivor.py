@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import socket
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from argosy.errors import UserError
-from argosy.launch import survivor
+from argosy.launch import requeue, survivor
 from argosy.launch.requeue import decide
 from argosy.launch.survivor import do_others_run, is_lost, was_there_at_the_end
 from ports import free_port
@@ -97,3 +99,21 @@ def test_survivors_of_one_job_count_it_once(tmp_path, monkeypatch):
 def test_a_run_that_a_signal_has_ended_before_it_began_is_to_run_again(tmp_path, code, found):
     (tmp_path / "launch").mkdir()
     assert decide(tmp_path, code) == (found, "the run did not begin")
+
+
+@pytest.mark.parametrize(("array", "job"), [({}, "7"), ({"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "2"}, "7_2")])
+def test_a_task_of_an_array_is_requeued_without_the_others(tmp_path, monkeypatch, array, job):
+    """One of them has the number of the array, by which all would be requeued, or cancelled, also those that ended."""
+    (tmp_path / "launch").mkdir()
+    for program in ("scontrol", "squeue"):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name, value in {"JOB_ID": "7", **array}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(sys, "argv", ["requeue", str(tmp_path), "138"])
+    with pytest.raises(SystemExit):
+        requeue.main()
+    survivor.end_the_job(tmp_path, 138, os.environ)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked == [f"requeue {job}", f"--noheader --states=all --format=%T --jobs={job}"]

@@ -341,6 +341,12 @@ def is_first_task(environment: Mapping[str, str]) -> bool:
     return not is_step(environment) or environment.get(TASK, "0") == "0"
 
 
+def job_here(environment: Mapping[str, str]) -> str:
+    """Return the name of the job that this process is in. One task of an array has the number of the whole array."""
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
+
+
 def with_nodes_of_srun(run: RunConfig, environment: Mapping[str, str]) -> RunConfig:
     """Return `run` with the nodes of the job step that this process is a task of, if it is one.
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from argosy.engines.record import LAUNCH_FOLDER
+from argosy.engines.slurm import job_here
 from argosy.errors import STOP_SIGNALS, Retryable, RunFailed
 from argosy.files import atomic_write
 from argosy.observe.events import from_the_end
@@ -83,7 +84,7 @@ def main() -> None:
     again = code == Retryable.exit_code
     print(f"argosy launch: {why}: {'the job is requeued' if again else f'the job ends with {code}'}", flush=True)
     if again:
-        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+        subprocess.run(["scontrol", "requeue", job_here(os.environ)], check=True)
     sys.exit(code)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from argosy.engines.record import LAUNCH_FOLDER
-from argosy.engines.slurm import ask, listed
+from argosy.engines.slurm import ask, job_here, listed
 from argosy.errors import STOP_SIGNALS, Retryable, UserError
 from argosy.files import RUN_LOCK, is_locked
 from argosy.launch.requeue import decide
@@ -74,7 +74,7 @@ def end_the_job(run_dir: Path, code: int, environment: Mapping[str, str]) -> Non
 
     One that somebody has cancelled, or another has requeued, is left alone.
     """
-    job = environment["SLURM_JOB_ID"]
+    job = job_here(environment)
     if _answer(lambda: listed("--format=%T", f"--jobs={job}")) != ["RUNNING"]:
         return
     code, why = decide(run_dir, code)
