@@ -163,7 +163,9 @@ def test_jobs_that_are_started_together_are_an_array(tmp_path, monkeypatch):
     ]  # fmt: skip
     for job in jobs:
         job.folder.mkdir(parents=True)
-    slurm = cluster(tmp_path, monkeypatch, 'echo "7_1 RUNNING"')
+    name = f"$(grep -o -m1 'lr-[0-9a-f]*' {tmp_path}/sent)"
+    squeue = f'echo >> {tmp_path}/asked; echo "6_0 RUNNING lr"; echo "7_0 FAILED {name}"; echo "7_1 RUNNING {name}"'
+    slurm = cluster(tmp_path, monkeypatch, squeue)
     for name in ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_MEM_PER_CPU"):  # of the job that the sweep runs in
         monkeypatch.setenv(name, "8")
     first, second = slurm.start_all(jobs, at_once=1)
@@ -182,6 +184,10 @@ def test_jobs_that_are_started_together_are_an_array(tmp_path, monkeypatch):
     found = slurm.find(jobs[1])
     assert found is not None and (found.id, found.log) == (second.id, second.log)
     assert json.loads((jobs[1].folder / "slurm.json").read_text())["task"] == 1
+    first.save(jobs[0].run_dir)
+    second.save(jobs[1].run_dir)
+    assert slurm.find(jobs[0]) is None and slurm.find(jobs[1]) == LaunchedJob.load(jobs[1].run_dir)
+    assert len((tmp_path / "asked").read_text().splitlines()) == 1
 
 
 def test_states_of_many_jobs_are_asked_for_at_once(tmp_path, monkeypatch):

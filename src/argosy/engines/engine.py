@@ -201,11 +201,16 @@ class Engine(ABC):
 
         It may have been killed before it wrote the record.
         """
+        before = self.recorded(job)
+        return before if before is not None and self.state(before)[0] != "ended" else None
+
+    def recorded(self, job: Job) -> LaunchedJob | None:
+        """Return the last job that was started here for this one, if its record may be acted upon."""
         before = LaunchedJob.load(job.folder.parent)
         if before is None or before.engine != self.name or before.foreign or (self.needs_seal and not before.is_sealed):
             return None
         self.check_job(before)
-        return before if self.state(before)[0] != "ended" else None
+        return before
 
     @abstractmethod
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:

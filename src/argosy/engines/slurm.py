@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from argosy.config.launch import EngineOptions
@@ -133,16 +134,23 @@ class Slurm(Engine):
 
     def find(self, job: Job) -> LaunchedJob | None:
         """Return the job of the record, or the one by whose name its folder was noted before it was submitted."""
-        if (before := super().find(job)) is not None or not (job.folder / ARRAY_NOTE).exists():
+        if (before := self.recorded(job)) is not None and before.id in self._left:
             return before
+        if not (job.folder / ARRAY_NOTE).exists():
+            return None
         note = json.loads((job.folder / ARRAY_NOTE).read_text())
-        lines = ask(
-            "squeue", "--me", "--noheader", "--array", "--states=all", f"--name={note['name']}", "--format=%i %T"
-        ).splitlines()
-        for job_id, _, state in (line.partition(" ") for line in lines):
-            if job_id.endswith(f"_{note['task']}") and meaning(state) != "ended":
-                return _launched(job, job_id)
-        return None
+        left = (job_id for job_id, name in self._left.items() if name == note["name"])
+        return next((_launched(job, job_id) for job_id in left if job_id.endswith(f"_{note['task']}")), None)
+
+    @cached_property
+    def _left(self) -> dict[str, str]:
+        """This user's jobs that waited or ran when the first was looked for, and their names.
+
+        A job of a process that is gone was there before this process: so one look is enough for a whole sweep.
+        """
+        said = ask("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T %j")
+        jobs = (line.split(maxsplit=2) for line in said.splitlines())
+        return {job_id: "".join(name) for job_id, state, *name in jobs if meaning(state) != "ended"}
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         return self.states([job])[0]

@@ -240,7 +240,7 @@ class Driver:
             return None
         self._tasks[trial.number] = task
         self._words[trial.number] = in_words(trial.values)
-        if (job := self._trials.find(task)) is not None:
+        if known is None and (job := self._trials.find(task)) is not None:
             self._begin(task, job, was_found=True)
             return None
         if has_reached(task.run_dir, until):
