@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Self, TextIO
+from typing import Any, BinaryIO, Self, TextIO
 
 from argosy.errors import StorageError, UserError
 
@@ -32,6 +32,9 @@ OTHERS_WRITE = 0o022
 
 FILE_COPY_BYTES = 64 * 2**20
 """Bytes of a large file that are copied at once."""
+
+CHAINED = ("zip", "tar", "libarchive", "simplecache", "filecache", "blockcache", "cached", "dir", "reference")
+"""File systems of fsspec in others, to which :: leads: zip://*.txt::s3://bucket/texts.zip."""
 
 LONGEST_NAME_BYTES = 240
 """Length of a file's name that is given from outside: file systems take 255 bytes, suffixes included."""
@@ -93,6 +96,16 @@ def write_unsynced(path: Path, *data: bytes, by: str = "") -> None:
 def expanded(path: str | Path) -> Path:
     """Return a path with the home folder in place of ~; that of an unknown user stays as it is, and leads nowhere."""
     return Path(os.path.expanduser(path))  # noqa: PTH111  - Path.expanduser raises RuntimeError
+
+
+def fsspec_place(place: str) -> tuple[Any, str]:
+    """Return the file system of a path or URL that fsspec knows, and the path in it. Raises: as `url_to_fs`."""
+    from fsspec.core import url_to_fs
+
+    if place.partition("::")[0].partition("://")[0] in CHAINED:
+        return url_to_fs(place)
+    fs, path = url_to_fs(place.replace("::", "\0"))  # two colons in a name, and no chain
+    return fs, path.replace("\0", "::")
 
 
 def make_folder(path: Path) -> None:

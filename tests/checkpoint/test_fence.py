@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -298,6 +299,51 @@ def test_an_owner_that_a_dead_process_left_empty_is_replaced(tmp_path, runs, mon
     claim(LOCAL, str(place), runs[0])
     with pytest.raises(UserError, match="another run"):
         claim(LOCAL, str(place), runs[1])
+
+
+class Bucket(MemoryFileSystem):
+    """An object store, which makes a folder's bucket, and answers an exclusive write with `answer`."""
+
+    protocol = "s3", "s3a"
+    cachable = False
+    store: dict[str, Any] = {}
+    pseudo_dirs: list[str] = []
+
+    def __init__(self, answer: OSError | None = None, is_written: bool = True):
+        super().__init__()
+        self.store, self.pseudo_dirs, self.answer, self.is_written = {}, [], answer, is_written
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        raise AssertionError(f"a bucket is made for {path}")
+
+    def _open(self, path: str, mode: str = "rb", *rest: Any, **more: Any) -> Any:
+        if mode == "xb" and self.answer is not None:
+            if self.is_written:
+                self.pipe_file(path, signed({"run": "nobody"}))
+            raise self.answer
+        return super()._open(path, mode, *rest, **more)
+
+
+def test_no_bucket_is_made(runs):
+    claim(fs := Bucket(), "/bucket/mine", runs[0])
+    assert fs.exists(f"/bucket/mine/{OWNER}")
+
+
+def test_a_store_that_knows_no_exclusive_write_is_claimed_and_one_that_fails_is_not(runs):
+    for number in fence.NOT_SUPPORTED:
+        claim(fs := Bucket(OSError(number, "not implemented"), is_written=False), "/bucket/mine", runs[0])
+        assert fs.exists(f"/bucket/mine/{OWNER}")
+    with pytest.raises(OSError, match="reset"):
+        claim(fs := Bucket(OSError(errno.ECONNRESET, "reset"), is_written=False), "/bucket/mine", runs[0])
+    assert not fs.exists(f"/bucket/mine/{OWNER}")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO], ids=["412", "409"])
+def test_who_has_a_place_is_asked_if_the_store_says_only_that_it_cannot_be_written(runs, number):
+    with pytest.raises(UserError, match="another run"):
+        claim(Bucket(OSError(number, "At least one of the preconditions did not hold")), "/bucket/mine", runs[0])
+    (runs[0] / NAME_FILE).write_text("nobody")  # a write whose answer was lost, and which was tried again
+    claim(Bucket(OSError(number, "At least one of the preconditions did not hold")), "/bucket/mine", runs[0])
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"{}", signed({"run": 3}), signed({"run": "a" * 100}), b"\xff"])

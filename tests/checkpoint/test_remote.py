@@ -94,6 +94,18 @@ def test_a_copy_whose_manifest_an_older_version_wrote_is_the_same_checkpoint(tmp
     assert remote.put(given, anywhere), "what is no manifest is replaced"
 
 
+@pytest.mark.parametrize("name", ["[m]ine", "m::ine", "m*e"])
+def test_a_name_that_fsspec_takes_for_more_than_a_name_is_a_name(url, run_dir, name):
+    Remote(url, run_dir).put(write(run_dir, 4), anywhere)
+    odd = run_dir.with_name(name)
+    remote = Remote(f"{url}/a::b" if url.startswith("/") else url, odd)
+    for step in (4, 5, 6):
+        remote.put(write(odd, step), anywhere)
+    remote.prune(keep_last=2, keep_every=0)
+    assert remote.steps() == [5, 6] and Remote(url, run_dir).steps() == [4]
+    assert len(remote._fs.ls(remote._root)) == 3
+
+
 def test_runs_do_not_meet(url, run_dir):
     Remote(url, run_dir).put(write(run_dir, 4), anywhere)
     another = run_dir.with_name("another")
@@ -132,6 +144,15 @@ def test_a_copy_that_is_damaged_is_refused_and_named_and_leaves_nothing(tmp_path
     with pytest.raises(DamagedCheckpoint, match=name):
         remote.fetch(4, generation=0)
     assert list((run_dir / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [*FILES, store.MANIFEST])
+def test_a_copy_that_lacks_a_file_is_damaged(tmp_path, run_dir, name):
+    remote = Remote(str(tmp_path / "there"), run_dir)
+    remote.put(write(run_dir, 4), anywhere)
+    next((tmp_path / "there").rglob(name)).unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"step-00000004: a file of it is missing .*{name}"):
+        remote.fetch(4, generation=0)
 
 
 def test_a_copy_takes_the_place_of_a_damaged_checkpoint(url, run_dir):

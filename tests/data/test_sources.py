@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,11 +204,22 @@ def test_tables_of_a_data_set_on_the_hub_may_be_json(monkeypatch: pytest.MonkeyP
     files = [
         f"/c4/{name}" for name in ("README.md", "en/c4-train.0.json.gz", "en/c4-validation.0.json.gz", "info.json")
     ]
-    monkeypatch.setattr(sources, "url_to_fs", lambda item: (hub, "/c4"))
+    monkeypatch.setattr(sources, "fsspec_place", lambda item: (hub, "/c4"))
     hub.pipe(dict.fromkeys(files, b"x"))
     found = find_files(["hf://datasets/allenai/c4"])
     hub.rm("/c4", recursive=True)
     assert [file.path for file in (*found.files, *found.other_splits)] == files[1:3]
+
+
+def test_two_colons_in_a_path_are_part_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a::b").mkdir()
+    Path("a::b/c::d.txt").write_text("text")
+    for item in ("a::b", "a::b/c::d.txt", "a::*/*.txt", str(tmp_path / "a::b")):
+        assert [file.path for file in find_files([item]).files] == [str(tmp_path / "a::b/c::d.txt")]
+    with zipfile.ZipFile("texts.zip", "w") as archive:
+        archive.writestr("e.txt", "text")
+    assert [file.path for file in find_files(["zip://e.txt::texts.zip"]).files] == ["e.txt"], "a chain"
 
 
 def test_a_folder_of_text_that_is_called_test_is_no_data_set(tmp_path: Path) -> None:

@@ -365,6 +365,21 @@ def test_a_run_does_not_start_anew_because_the_remote_place_cannot_be_reached(tm
     assert keeping.restore(state(), at_most=5).step == 4, "a run goes back although the copies cannot be deleted"
 
 
+def test_a_copy_that_cannot_be_read_now_is_named_and_what_is_here_goes_on(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError("the token has expired")
+
+    run_dir, there = tmp_path / "run", str(tmp_path / "there")
+    save(run_dir, 2, 4, remote=there)
+    store.remove(store.step_folder(run_dir, 4))
+    monkeypatch.setattr(Remote, "fetch", refuse)
+    keeping = checkpointer(run_dir, remote=there)
+    assert keeping.restore(state()).step == 2
+    store.remove(store.step_folder(run_dir, 2))
+    with pytest.raises(StorageError, match=r"checkpoint\.remote = .*step 4 cannot be read \(the token has expired\)"):
+        keeping.restore(state())
+
+
 def test_a_change_of_the_run_file_is_noted_when_it_goes_on(tmp_path):
     keeping = checkpointer(tmp_path, config_sha256="before")
     keeping.save(state(4), background=False)

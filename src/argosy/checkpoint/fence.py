@@ -18,6 +18,7 @@ different runs apart, and runs of one name that copy their checkpoints to one pl
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -237,6 +238,12 @@ OWNER = "owner.json"
 """File beside the copies of a run's checkpoints."""
 LONGEST_NAME = 64
 """Letters of a name."""
+BUCKETS = {"s3", "gs", "az", "abfs", "adl", "oss", "oci", "tos", "obs"}
+"""fsspec's names of object stores, which have no folders: there, making one may make its bucket."""
+NO_EXCLUSIVE = (FileExistsError, NotImplementedError, TypeError, ValueError)
+"""Errors of a file system that does not know the mode "xb"; or has the file, which stays empty: its writer has died."""
+NOT_SUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP)
+"""Error numbers of a store without conditional writes."""
 WRITE_S = 2.0
 """Longest wait for a file that is empty: another process has just created it."""
 
@@ -266,16 +273,16 @@ def claim(fs: Any, folder: str, run_dir: Path) -> None:
     path, name = f"{folder}/{OWNER}", name_of(run_dir)
     owner = _owner(fs, path)
     if owner is None:
-        fs.makedirs(folder, exist_ok=True)
+        make_remote_folder(fs, folder)
         data = signed({"run": name})
         try:
             with fs.open(path, "xb") as file:
                 file.write(data)
-        except FileExistsError:
-            if _owner(fs, path) is None:  # who began to write it has died
+        except Exception as problem:  # of whichever file system: stores say in many ways that the file is there
+            if _owner(fs, path) is None:
+                if not isinstance(problem, NO_EXCLUSIVE) and getattr(problem, "errno", None) not in NOT_SUPPORTED:
+                    raise
                 fs.pipe_file(path, data)
-        except (NotImplementedError, TypeError, ValueError):  # that file system does not know the mode
-            fs.pipe_file(path, data)
         owner = _owner(fs, path)
     if owner != name:
         raise UserError(
@@ -285,6 +292,12 @@ def claim(fs: Any, folder: str, run_dir: Path) -> None:
             f"mkdir -p {shlex.quote(str(run_dir))}; echo {shlex.quote(owner or '')} > "
             f"{shlex.quote(str(run_dir / NAME_FILE))}"
         )
+
+
+def make_remote_folder(fs: Any, folder: str) -> None:
+    """Make `folder` of the fsspec file system `fs`, unless that is an object store: a bucket is the user's to make."""
+    if not BUCKETS.intersection([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
+        fs.makedirs(folder, exist_ok=True)
 
 
 def _owner(fs: Any, path: str) -> str | None:

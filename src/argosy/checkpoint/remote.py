@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from fsspec.core import url_to_fs
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import (
@@ -20,12 +19,12 @@ from argosy.checkpoint.checksums import (
     step_name,
     step_of,
 )
-from argosy.checkpoint.fence import claim
+from argosy.checkpoint.fence import claim, make_remote_folder
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import MANIFEST, Checkpoint
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.errors import ArgosyError, UserError
-from argosy.files import make_folder, sync_folder
+from argosy.files import fsspec_place, make_folder, sync_folder
 from argosy.sync.layout import home_of
 
 
@@ -44,15 +43,15 @@ class Remote:
             raise UserError(f"checkpoint.remote = {url}: {CREDENTIALS_REMEDY}.")
         self._run_dir = run_dir
         self._fs: Any
-        self._root: str
         name = run_dir.relative_to(home_of(run_dir).parent).as_posix()
         try:
-            self._fs, self._root = url_to_fs(f"{url.rstrip('/')}/{name}")
+            self._fs, place = fsspec_place(url)
         except (ImportError, ValueError) as problem:
             raise UserError(
                 f"checkpoint.remote = {url}: {problem}. Give a URL that fsspec knows, such as s3://bucket/folder, and "
                 "install its package, or leave the key out."
             ) from None
+        self._root = f"{place.rstrip('/')}/{name}"
 
     def steps(self) -> list[int]:
         """Return the steps of which there are copies, in order."""
@@ -84,7 +83,7 @@ class Remote:
                     return False
             self._fs.rm_file(there)
         check_generation()
-        self._fs.makedirs(self._path(checkpoint.step), exist_ok=True)
+        make_remote_folder(self._fs, self._path(checkpoint.step))
         for name, wanted in manifest.files.items():
             self._fs.put_file(str(checkpoint.folder / name), self._path(checkpoint.step, name))
             if self._sum(self._path(checkpoint.step, name)) != wanted:
@@ -102,6 +101,12 @@ class Remote:
 
         Raises: DamagedCheckpoint if the copy is, UserError if it is of another format or no checkpoint at all, Fenced.
         """
+        try:
+            return self._fetch(step, generation)
+        except FileNotFoundError as problem:
+            raise DamagedCheckpoint(f"{self._path(step)}: a file of it is missing ({problem})") from None
+
+    def _fetch(self, step: int, generation: int) -> Checkpoint:
         manifest = self._manifest(step)
         if manifest.step != step:
             raise DamagedCheckpoint(f"{self._path(step, MANIFEST)}: is that of step {manifest.step}")
@@ -139,7 +144,7 @@ class Remote:
                 self._remove(step)
         for step in begun:
             if step not in whole and step < max(whole, default=0):
-                self._fs.rm(self._path(step), recursive=True)
+                self._remove_folder(step)
 
     def forget_after(self, step: int) -> None:
         """Delete the copies of steps after `step`: the run has turned away from them."""
@@ -149,7 +154,12 @@ class Remote:
 
     def _remove(self, step: int) -> None:
         self._fs.rm_file(self._path(step, MANIFEST))
-        self._fs.rm(self._path(step), recursive=True)
+        self._remove_folder(step)
+
+    def _remove_folder(self, step: int) -> None:
+        folder = self._path(step)
+        is_local = "file" in self._fs.protocol  # others take [a] in a path for a pattern
+        self._fs.rm(folder if is_local else glob.escape(folder), recursive=True)
 
     def _manifest(self, step: int) -> CheckpointManifest:
         path = self._path(step, MANIFEST)

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
-from fsspec.core import url_to_fs
 
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.data.manifest import CUTTING_JOURNAL
@@ -23,6 +22,7 @@ from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.errors import UserError, a_kind, near_names
 from argosy.extend.declared import CodeFile
 from argosy.extend.loading import Extension, find, where
+from argosy.files import fsspec_place
 
 BUILTIN_PREFIX = "builtin:"
 PYTHON = "builtin:python"
@@ -178,7 +178,7 @@ def _expand(item: str, extensions: Sequence[str]) -> Input:
 
 def _file_system(item: str) -> tuple[Any, str]:
     try:
-        return url_to_fs(item)
+        return fsspec_place(item)
     except Exception as error:  # the protocol's package is missing, there is no such protocol, or it asks the network
         raise UserError(f"input = {item}: {error}. Install what it asks for, or copy the files here.") from None
 

@@ -13,6 +13,7 @@ from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.load import boxes_in, first_of, load_into, missing_from, problem_of, unusable
 from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.rank_writer import words
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.store import Checkpoint, Choice
@@ -20,7 +21,7 @@ from argosy.checkpoint.weights import MODEL_PREFIX, SCORE, fill_from_checkpoint,
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
 from argosy.data.stores.model_folder import is_model_folder
-from argosy.errors import StorageError, UserError
+from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.faults import fault
 from argosy.observe.events import Events
 from argosy.observe.screen import Progress
@@ -257,8 +258,8 @@ class Checkpointer:
             if failure is not None:
                 raise failure
             return None
-        for words in choice.damaged:
-            self._events.write("damaged_checkpoint", problem=words)
+        for problem in choice.damaged:
+            self._events.write("damaged_checkpoint", problem=problem)
         if choice.damaged:
             self._progress.say(str(choice))
         for newer in store.committed(self._run_dir):
@@ -284,6 +285,16 @@ class Checkpointer:
             except DamagedCheckpoint as problem:
                 damaged = (*damaged, str(problem))
                 continue
+            except ArgosyError:
+                raise
+            except Exception as problem:  # of any of fsspec's file systems
+                unread = f"{self._settings.remote}: the checkpoint of step {step} cannot be read ({words(problem)})"
+                if here is None:
+                    raise StorageError(
+                        f"checkpoint.remote = {unread}. Mend that; or delete that copy, to go on from an older one."
+                    ) from None
+                self._progress.say(f"checkpoint.remote = {unread}; going on from that of step {here.checkpoint.step}.")
+                break
             if why := unusable(checkpoint):
                 store.withdraw(checkpoint)
                 damaged = (*damaged, why)
