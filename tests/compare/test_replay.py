@@ -107,3 +107,15 @@ def test_steps_of_several_plans_are_refused(run_dir: Path, tmp_path: Path) -> No
     Events(copy, "rank-0").write("start", step=4, plan=str(eager("dp_replicate=2")))
     with pytest.raises(UserError, match=r"the plan changed at step 4.*Try --step 3"):
         replay(copy, 5)
+
+
+def test_steps_that_had_other_settings_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    run = load(copy / "run.toml")
+    save_run(run.with_keys(optimizer={"lr": 2 * run.optimizer.lr}), copy / "run.toml")
+    with pytest.raises(UserError, match=r"--step 4: step 3 had a learning rate of .*, and run\.toml now gives it"):
+        replay(copy, 4)
+    save_run(run, copy / "run.toml")
+    Events(copy, "rank-0").write("resume", step=6, config_changed=True)
+    with pytest.raises(UserError, match="--step 4: settings or data of the run changed at step 6, .* is of step 3"):
+        replay(copy, 4)

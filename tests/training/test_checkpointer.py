@@ -350,6 +350,7 @@ def test_a_copy_that_was_trained_with_other_data_is_taken_at_once_if_changes_are
     changed = checkpointer(run_dir, remote=there)
     monkeypatch.setattr(changed, "_data_identity", "another corpus")
     assert changed.restore(state()).step == 4
+    assert events(run_dir, "resume")[-1]["config_changed"]
 
 
 def test_a_run_does_not_start_anew_because_the_remote_place_cannot_be_reached(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from argosy.launch import run_folder
 from argosy.observe.events import Metrics, each_line
 from argosy.plan.plan import Plan
 from argosy.training.rows import REFERENCES
+from argosy.training.schedule import learning_rate
 
 COMPARED = ("loss", "grad_norm", "first_sample")
 
@@ -86,6 +87,8 @@ def replay(run_dir: Path, step: int, *, trust_code: bool = False, say: Callable[
         raise UserError(f"--step {step}: {run_dir} has no such step; {counted if last >= 0 else 'it has none'}.")
     checkpoint = _newest_before(run_dir, step)
     start = 0 if checkpoint is None else checkpoint.step
+    before, steps = _recorded(run_dir, start, step, most=4 * run.resilience.spike_window)
+    _check_settings(run_dir, run, start, steps)
     plan = _plan_of(run_dir, start, step)
     run = _until(run, plan, step)
     if say:
@@ -97,7 +100,6 @@ def replay(run_dir: Path, step: int, *, trust_code: bool = False, say: Callable[
         if checkpoint is not None:
             _link(checkpoint.folder.iterdir(), store.step_folder(copy, checkpoint.step))
             _link(run_dir.glob(REFERENCES), copy)
-        before, steps = _recorded(run_dir, start, step, most=4 * run.resilience.spike_window)
         Metrics(copy).path.write_text("".join(before))  # the bad-step policy compares with them
         train_quietly(run, copy, "replay")
         now = {record["step"]: record for record in Metrics(copy).read() if "loss" in record}
@@ -132,6 +134,25 @@ def _newest_before(run_dir: Path, step: int) -> Checkpoint | None:
             continue
         return checkpoint
     return None
+
+
+def _check_settings(run_dir: Path, run: RunConfig, start: int, steps: dict[int, dict[str, Any]]) -> None:
+    """Refuse steps from `start` on, with their records, that had other settings or data. Raises: UserError."""
+    resumed = [event for event in each_line(run_dir / "events" / "rank-0.jsonl") if event["event"] == "resume"]
+    changed = next((event["step"] for event in reversed(resumed) if event.get("config_changed")), 0)
+    if start < changed:
+        raise UserError(
+            f"--step {max(steps, default=start)}: settings or data of the run changed at step {changed}, and its "
+            f"newest checkpoint before that step is of step {start}. Give a step after a checkpoint of step {changed} "
+            "or later."
+        )
+    for step, record in steps.items() if run.train.steps else ():
+        now = learning_rate(run, step, run.train.steps)
+        if (then := record.get("lr", now)) != now:
+            raise UserError(
+                f"--step {max(steps)}: step {step} had a learning rate of {then:g}, and run.toml now gives it "
+                f"{now:g}: the run is longer than it was then, or settings changed. Give a later step."
+            )
 
 
 def _plan_of(run_dir: Path, first: int, last: int) -> Plan:

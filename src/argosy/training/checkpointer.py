@@ -205,8 +205,10 @@ class Checkpointer:
         manifest = checkpoint.manifest
         state.step, state.tokens, state.rounds = manifest.step, manifest.tokens, manifest.rounds
         state.skipped, state.history, state.base_sha256 = manifest.skipped, manifest.history, manifest.base_sha256
-        changed = {"config_changed": True} if self._config_sha256 not in ("", manifest.config_sha256) else {}
-        self._events.write("resume", step=state.step, checkpoint=str(checkpoint.folder), **changed)
+        changed = self._config_sha256 not in ("", manifest.config_sha256)
+        changed |= manifest.data_identity not in ("", self._data_identity)
+        facts = {"config_changed": True} if changed else {}
+        self._events.write("resume", step=state.step, checkpoint=str(checkpoint.folder), **facts)
         return checkpoint
 
     def read_weights(self, state: TrainState, folder: Path, before_each: Callable[[], None]) -> None:
