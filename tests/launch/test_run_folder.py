@@ -131,6 +131,7 @@ def test_what_changes_the_numbers_is_said_and_taken_only_if_accepted(tmp_path, c
     with pytest.raises(UserError, match="holds another run, at step 4") as refusal:
         enter(tmp_path, run(**changed))
     assert line in str(refusal.value).splitlines() and "--accept-changes" in str(refusal.value)
+    assert ("give [[data.stages]] with from_step = 4:" in str(refusal.value)) == line.startswith("  data.sources")
     assert enter(tmp_path, run(**changed), accept_changes=True) == run(**changed)
 
 

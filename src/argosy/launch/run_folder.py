@@ -211,20 +211,21 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
         if accept_changes and run.checkpoint.remote:  # what is there is known once it is fetched
             (run_dir / ACCEPTED).write_text(data_identity)
         return run
-    before = load(run_dir / "run.toml")
+    before, step = load(run_dir / "run.toml"), checkpoints[-1].step
     changed = _differences(before, run)
     fatal = {key: values for key, values in changed.items() if is_under(key, NEVER_CHANGED) and key != WEIGHTS_KEY}
-    identity = _data_identity(checkpoints)
-    if identity not in (None, data_identity):
+    if (identity := _data_identity(checkpoints)) not in (None, data_identity):
         changed["data"] = (f"prepared data {identity}", f"prepared data {data_identity}")
     if changed and (fatal or not accept_changes):
         lines = [f"  {key}: {old} in the folder, {new} now" for key, (old, new) in changed.items()]
+        if "data.sources" in changed:
+            lines.append(f"  To mix otherwise from here on, keep them, and give [[data.stages]] with from_step = {step}:")
+            lines.append("  other data.sources deal out all samples anew, and some are read again or left out.")
         remedy = "" if fatal else ", or --accept-changes to go on from its checkpoint with what is new"
         raise UserError(
-            f"{run_dir} holds another run, at step {checkpoints[-1].step}:\n" + "\n".join(lines) + "\n"
+            f"{run_dir} holds another run, at step {step}:\n" + "\n".join(lines) + "\n"
             f"  Use --run-dir for a folder of its own{remedy}."
         )
-    step = checkpoints[-1].step
     if 0 < run.train.steps < step and not is_asynchronous(run.plan):
         raise UserError(
             f"train.steps = {run.train.steps}: {run_dir} is longer already, at step {step}. Give --train.steps {step} "
