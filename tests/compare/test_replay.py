@@ -117,5 +117,5 @@ def test_steps_that_had_other_settings_are_refused(run_dir: Path, tmp_path: Path
         replay(copy, 4)
     save_run(run, copy / "run.toml")
     Events(copy, "rank-0").write("resume", step=6, config_changed=True)
-    with pytest.raises(UserError, match="--step 4: settings or data of the run changed at step 6, .* is of step 3"):
+    with pytest.raises(UserError, match=r"--step 4: settings or data of the run changed at step 6, .* is of step 3"):
         replay(copy, 4)

@@ -96,10 +96,3 @@ def test_going_on_from_the_journal_gives_the_same_shards(
         cutter.add(*batch(documents[first:], first))
         assert cutter.finish(DocumentPosition(1, 0), wants) == expected
     assert {p.name: p.read_bytes() for p in whole.iterdir()} == {p.name: p.read_bytes() for p in killed.iterdir()}
-
-
-def test_journal_of_another_job_starts_over(tmp_path: Path) -> None:
-    cut(tmp_path, [(15, False), (15, False)], 1)
-    journal = Journal(tmp_path, "another")
-    assert journal.is_of_other_job and journal.next == DocumentPosition()
-    assert [path.name for path in tmp_path.iterdir()] == ["prepare.journal"]

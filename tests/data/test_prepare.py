@@ -30,7 +30,7 @@ from argosy.data.worker import TOKENS_OUTPUT, PrepareJob
 from argosy.engines.engine import Job
 from argosy.engines.local import Local
 from argosy.engines.record import LaunchedJob
-from argosy.errors import ArgosyWarning, RunFailed, UserError
+from argosy.errors import RunFailed, UserError
 from data.conftest import TEXTS
 from tokenizers_with_marks import begun_tokenizer
 from waiting import PATIENT_S
@@ -158,16 +158,16 @@ def test_foreign_shards_are_not_overwritten(config: PrepareConfig) -> None:
     assert (config.out / "train-00000.bin").read_bytes() == b"precious"
 
 
-def test_interrupted_prepare_of_other_input_starts_over(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_other_input_are_kept(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(config)
     Path(config.input[0], "000.txt").write_text("something else")
-    with pytest.warns(ArgosyWarning, match="starting over"):
-        manifest = prepare(config)
-    assert manifest.documents("train") + manifest.documents("validation") == len(DOCUMENTS)
-    assert verify(config.out) == manifest
+    before = {path.name for path in config.out.iterdir()}
+    with pytest.raises(UserError, match=r"of other options or other input has finished .* shards here"):
+        prepare(config)
+    assert before == {path.name for path in config.out.iterdir()}
 
 
 def test_progress_is_reported_to_the_end(config: PrepareConfig) -> None:

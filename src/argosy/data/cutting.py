@@ -25,6 +25,7 @@ from argosy.data.packing import Packer, packs_of
 from argosy.data.shards import ShardWriter
 from argosy.data.sources import InputFile
 from argosy.data.tokenizer import EncodedBatch
+from argosy.errors import UserError, counted
 from argosy.files import PARTIAL, atomic_write, sync
 
 
@@ -69,11 +70,16 @@ class Journal:
     """The journal in a folder. `cuts` are those of an earlier `prepare` of the same input, and those added since."""
 
     def __init__(self, folder: Path, job: str):
+        """Raises: UserError if an earlier `prepare` finished shards here with other options or input."""
         self._path, self.job = folder / CUTTING_JOURNAL, job
         lines = self._path.read_bytes().splitlines() if self._path.exists() else []
-        self.is_of_other_job = len(lines) > 1 and lines[0] != job.encode()
-        """True if an earlier `prepare` finished shards here with other options or input."""
-        self.cuts = [] if self.is_of_other_job else _whole_cuts(lines[1:])
+        self.cuts = _whole_cuts(lines[1:])
+        if self.cuts and lines[0] != job.encode():
+            raise UserError(
+                f"out = {folder}: an interrupted `prepare` of other options or other input has finished "
+                f"{counted(sum(len(cut.shards) for cut in self.cuts), 'shard')} here. Repeat it as it was, and it goes "
+                f"on; or choose another `out`, or delete {folder} to begin anew."
+            )
         if not self.cuts:
             remove_shards(folder)
         with atomic_write(self._path) as file:

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import os
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from argosy.data.work import LOGS, WORK_FOLDER, PrepareTask, WorkFolder
 from argosy.data.worker import DUPLICATES_OUTPUT, KEYS_OUTPUT, TOKENS_OUTPUT, WORKER_VARIABLE, PrepareJob, Stages
 from argosy.engines.engine import Engine, ProgramJob
 from argosy.engines.table import engine_for_programs
-from argosy.errors import ArgosyWarning, RunFailed, UserError, encodable
+from argosy.errors import RunFailed, UserError, encodable
 from argosy.extend.loading import approve, environment
 from argosy.files import MadeFolder, atomic_write, made_folder
 from argosy.plan.hardware.local_machine import cores_here
@@ -363,21 +362,14 @@ def _load_prepared(out: Path, options: dict[str, Any], extend: ExtendConfig) -> 
 def _open_journal(
     config: PrepareConfig, options: dict[str, Any], files: Sequence[InputFile], pieces: Sequence[InputPiece]
 ) -> Journal:
-    """Return the journal of an interrupted `prepare` of the same input, or a new one."""
+    """Return the journal of an interrupted `prepare` of the same input, or a new one. Raises: UserError."""
     out = config.out
     if not (out / manifests.CUTTING_JOURNAL).exists() and any(out.glob("*.bin")):
         raise UserError(
             f"out = {out}: holds .bin files that `prepare` did not write. Choose another `out`, delete {out}, or take "
             f"them over: argosy prepare {out} --adopt --tokenizer tokenizer.json"
         )
-    journal = Journal(out, fingerprint(options, files, pieces))
-    if journal.is_of_other_job:
-        warnings.warn(
-            f"out = {out}: an interrupted `prepare` of other options or input lay here; starting over.",
-            ArgosyWarning,
-            stacklevel=3,
-        )
-    return journal
+    return Journal(out, fingerprint(options, files, pieces))
 
 
 def _tokenizer(config: PrepareConfig, files: Sequence[InputFile], is_resumed: bool, report: Report) -> Tokenizer:

@@ -219,7 +219,7 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     if changed and (fatal or not accept_changes):
         lines = [f"  {key}: {old} in the folder, {new} now" for key, (old, new) in changed.items()]
         if "data.sources" in changed:
-            lines.append(f"  To mix otherwise from here on, keep them, and give [[data.stages]] with from_step = {step}:")
+            lines.append(f"  To mix otherwise from now on, keep them and give [[data.stages]] with from_step = {step}:")
             lines.append("  other data.sources deal out all samples anew, and some are read again or left out.")
         remedy = "" if fatal else ", or --accept-changes to go on from its checkpoint with what is new"
         raise UserError(
