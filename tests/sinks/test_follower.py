@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from argosy.config.load import load
 from argosy.config.observe import SinksConfig
 from argosy.observe.events import Events
-from argosy.sinks.follower import SINK_RESTARTS, SupervisedSink
+from argosy.sinks.follower import SINK_RESTARTS, SupervisedSink, tell_the_rest
 from run_folder import RunFolder
 from waiting import wait_until
 
@@ -126,3 +127,12 @@ def test_a_sink_that_cannot_be_closed_is_ended(tmp_path, name):
     one.finish()
     keep_until(one, lambda: not one.is_running)
     assert [event["again_s"] for event in offs(run)] == [None]
+
+
+def test_a_finished_run_tells_its_sinks_what_they_lack_and_that_once(tmp_path):
+    run = RunFolder(tmp_path, sinks=["bad_sinks:Good"])
+    run.step(0, 1)
+    (tmp_path / "report.json").write_text('{"steps": 2, "status": "finished"}')
+    for _ in range(2):
+        tell_the_rest(tmp_path, load(tmp_path / "run.toml"), Events(tmp_path, "launcher"))
+        assert told(run) == ["start", "0 1", "close"]

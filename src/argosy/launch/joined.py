@@ -30,7 +30,7 @@ from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.processes.supervisor import repeated, supervised
-from argosy.sinks.follower import follower_of
+from argosy.sinks.follower import follower_of, tell_the_rest
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
 from argosy.supervise.scratch import scratch_folder
@@ -148,6 +148,7 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
 def _tell_of_finished(run_dir: Path, run: RunConfig) -> Report:
     report, progress = Report.load(run_dir), Progress(enabled=True)
     progress.say(run_folder.finished_in_words(run_dir, run))
+    tell_the_rest(run_dir, run, Events(run_dir, "launcher"))
     progress.say(ending_in_words(run_dir, report))
     return report
 

@@ -28,6 +28,7 @@ from argosy.plan.plan import PLAN_VARIABLE
 from argosy.plan.search.auto import may_compile, processes_of
 from argosy.plan.search.space import check_size
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
+from argosy.sinks.follower import tell_the_rest
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import Agent, node_name, process_name
 from argosy.supervise.node_workers import COMPILER, WORKERS_IMPORTS
@@ -112,6 +113,8 @@ def _train(
         progress.close()
         if (report := report_if_finished(run_dir, run)) is not None:
             progress.say(run_folder.finished_in_words(run_dir, run))
+            if run.launch.nodes == 1:
+                tell_the_rest(run_dir, run, Events(run_dir, process_name(run.launch)))
             progress.say(ending_in_words(run_dir, report))
             return report
         (run_dir / "report.json").unlink(missing_ok=True)

@@ -23,9 +23,9 @@ from argosy.observe.terminal import print_message
 from argosy.plan.cost.exact_state import DTYPE_BYTES
 from argosy.plan.parameters import parameters
 from argosy.processes.child import Child, Message, channel_to_parent, end_with_parent
-from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
+from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor, supervised
 from argosy.sinks.table import file_name_of, parts_of
-from argosy.sinks.worker import SINKS_FOLDER
+from argosy.sinks.worker import SINKS_FOLDER, has_all
 
 FOLLOWER = "argosy.sinks.follower"
 SINK_WORKER = "argosy.sinks.worker"
@@ -36,7 +36,7 @@ FOLLOWER_SPARE_S = 5.0
 
 
 def follower_of(folder: Path, run: RunConfig, events: Events) -> Supervisor | None:
-    """Return the supervisor of the run's follower; None for a run without sinks.
+    """Return the supervisor of the run's follower; None for a run without sinks, or if they know all of it.
 
     events: those of the process that starts it.
     """
@@ -47,10 +47,17 @@ def follower_of(folder: Path, run: RunConfig, events: Events) -> Supervisor | No
         then = "it is started again" if is_again else "the run has no sinks any more"
         print_message(f"argosy: the process that holds the run's sinks died: {end.why}; {then}, and training goes on")
 
-    if not parts_of(run):
+    if all(has_all(folder, name) for name in parts_of(run)):
         return None
     policy = RestartPolicy(most_failures=5, finish_s=run.observe.sink.flush_s + FOLLOWER_SPARE_S)
     return Supervisor(policy, lambda: Child(FOLLOWER, str(folder)), ended, is_wanted=False)
+
+
+def tell_the_rest(folder: Path, run: RunConfig, events: Events) -> None:
+    """Have the sinks of a finished run that are new, or were off at its end, told what they have not had."""
+    if (follower := follower_of(folder, run, events)) is not None:
+        with supervised(follower, "argosy-supervisor"):
+            pass  # it is told to finish at once
 
 
 class SupervisedSink:
@@ -96,7 +103,7 @@ class SupervisedSink:
         why = end.why if end.was_killed else f"its process ended: {end.why}"
         self._events.write("sink_off", sink=self.name, why=redact(why), again_s=end.again_s)
         if self._is_over:
-            then = "it gets the rest when the run goes on"
+            then = "the same command again gives it the rest"
         else:
             again = "not tried again" if end.again_s is None else f"tried again in {end.again_s:.0f} s"
             then = f"it is {again}, and training goes on"
@@ -115,7 +122,8 @@ FOLLOWER_NAME = "follower"
 def follow(folder: Path, is_over: threading.Event) -> None:
     """Hold the sinks of the run in `folder`, until it is over and they have written the rest, or had time for it."""
     run, events = load(folder / "run.toml"), Events(folder, FOLLOWER_NAME)
-    sinks = [SupervisedSink(folder, name, _limits_of(name, run), events) for name in parts_of(run)]
+    names = [name for name in parts_of(run) if not has_all(folder, name)]
+    sinks = [SupervisedSink(folder, name, _limits_of(name, run), events) for name in names]
     with _alone(folder, is_over):
         while not is_over.wait(SINK_LOOK_S):
             for sink in sinks:

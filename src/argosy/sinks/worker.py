@@ -133,13 +133,22 @@ class SinkState:
                 return kept
         return {"marks": {}, "state": {}}
 
-    def write(self, marks: dict[str, Any], state: dict[str, Any]) -> None:
-        """Keep it, if it has changed. It is not synced: a disk must not be made to wait for a sink."""
-        text = json.dumps({"marks": marks, "state": state})
+    def write(self, marks: dict[str, Any], state: dict[str, Any], ended_at: int | None = None) -> None:
+        """Keep it, if it has changed. It is not synced: a disk must not be made to wait for a sink.
+
+        ended_at: the steps of the report with which the sink was closed; None: it was not.
+        """
+        text = json.dumps({"marks": marks, "state": state, "ended_at": ended_at})
         if text != self._text:
             self._path.parent.mkdir(exist_ok=True)
             write_unsynced(self._path, text.encode())
             self._text = text
+
+
+def has_all(folder: Path, name: str) -> bool:
+    """Return True if a sink was closed after the last of the steps that the run's report tells of."""
+    report = _report(folder)
+    return report is not None and SinkState(folder, name).read().get("ended_at") == report.get("steps")
 
 
 def about(folder: Path, state: dict[str, Any]) -> About:
@@ -180,8 +189,10 @@ class SinkSession:
 
     def close(self) -> None:
         """Tell it that the run ends here."""
-        self.sink.close(_report(self._folder))
-        self._keep()
+        report = _report(self._folder)
+        self.sink.close(report)
+        ended_at = None if report is None else report.get("steps")
+        self._kept.write(self._feed.marks(), self.sink.state, ended_at)
 
     def _start_over(self) -> None:
         self.sink.start_over()
