@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.data.documents import DocumentReader, sample_texts
-from argosy.data.filters import word_tokenizer
+from argosy.data.gopher import word_tokenizer
 from argosy.data.manifest import Manifest
 from argosy.data.prepare import prepare
 from argosy.data.sources import find_files

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from argosy.config.data import FiltersConfig
-from argosy.data.filters import Filters, _of_text, imported, list_checksums, of_datatrove, word_tokenizer
+from argosy.data.filters import Filters, list_checksums
+from argosy.data.gopher import imported
 from argosy.errors import UserError
 
 pytest.importorskip("datatrove", reason="pip install 'argosy[filters]'")
@@ -51,27 +52,6 @@ def test_rules(text: str, keys: dict[str, Any], expected: str) -> None:
     assert found == expected or (expected.startswith("repetition") and found.startswith("repetition: dup"))
 
 
-def test_repetition_is_judged_as_by_datatrove() -> None:
-    kind, draw = of_datatrove("filters.gopher_repetition_filter").GopherRepetitionFilter, Random(1)
-    theirs, mine = _of_text("repetition", kind(language=word_tokenizer())), Filters(FiltersConfig(repetition=True))
-    found = set()
-    for _ in range(200):  # parts that are the same words only when joined
-        parts = draw.sample(["a b", "the", "cat sat on", "ab", "c\n", "bc", *(f"w{n}" for n in range(200))], 200)
-        text = " ".join(draw.choice(parts[: draw.choice([5, 20, 200])]) for _ in range(draw.randint(1, 90)))
-        text = draw.choice([text, " ".join([text, *draw.sample(parts, 100), text])])
-        found.add(mine(text, ""))
-        assert mine(text, "") == theirs(text, "")
-    assert "" in found and {f"repetition: top {n} gram" for n in (2, 3, 4)} <= found
-    assert any(why.startswith("repetition: duplicated ") for why in found)
-
-
-def test_words_of_ascii_are_those_of_any_text() -> None:
-    draw, words = Random(1), word_tokenizer().word_tokenize
-    for _ in range(300):
-        text = "".join(draw.choices([chr(code) for code in range(128)], k=40))
-        assert [*words(text), "é"] == words(f"{text} é")
-
-
 def test_urls_and_words_of_a_list(tmp_path: Path) -> None:
     urls, words = tmp_path / "urls", tmp_path / "words"
     urls.write_text("# a comment\n\nBad.org\nsub.good.org\nhttps://good.org/page\n")
@@ -101,11 +81,6 @@ def test_words_are_found_as_by_one_pattern_of_all(tmp_path: Path) -> None:
         all_of_them = regex.compile(rf"(?i)(?<!\w)(?:{'|'.join(map(regex.escape, words))})(?!\w)")
         rule = Filters(FiltersConfig(blocked_words=path))
         assert all(bool(rule(text, "")) == bool(all_of_them.search(text)) for text in (drawn(30) for _ in range(10)))
-
-
-def test_words_of_scripts_with_and_without_spaces() -> None:
-    found = word_tokenizer().word_tokenize("Ein Wort, naïve x1! 日本 ok")
-    assert found == ["Ein", "Wort", ",", "naïve", "x1", "!", "日", "本", "ok"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from argosy.data import filters, worker
 from argosy.data import prepare as module
 from argosy.data.crew import LEAST_AHEAD
 from argosy.data.documents import InputPiece
+from argosy.data.gopher import word_tokenizer
 from argosy.data.manifest import TOKENIZER
 from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
@@ -201,7 +202,7 @@ def datatroves_step() -> Any:
     from datatrove.utils.hashing import HashConfig
 
     settings = minhash.MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))
-    return minhash.MinhashDedupSignature("memory://argosy", settings, language=filters.word_tokenizer())
+    return minhash.MinhashDedupSignature("memory://argosy", settings, language=word_tokenizer())
 
 
 KEYS_OF = filters.key_maker(FiltersConfig(duplicates="drop_near"))

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from argosy.data import languages
-from argosy.data.filters import imported
+from argosy.data.gopher import imported
 from argosy.data.languages import language_identifier
 
 langid = pytest.importorskip("py3langid.langid", reason="pip install 'argosy[filters]'")

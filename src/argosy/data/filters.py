@@ -14,10 +14,8 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +23,24 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.config.data import FiltersConfig
+from argosy.data.gopher import (
+    FILTERS_EXTRA,
+    SINGLE_CHARACTER_WORDS,
+    Rule,
+    imported,
+    of_datatrove,
+    quality,
+    repetition,
+    word_tokenizer,
+)
 from argosy.data.languages import language_identifier
 from argosy.errors import UserError, missing_extra
 from argosy.files import read_at_most
 
-FILTERS_EXTRA = "filters"
 OWN_LISTS = "datatrove"
 """The value of `blocked_urls` that means the lists in datatrove's package."""
 MOST_LIST_BYTES = 256 * 2**20
 """No list of URLs or words is larger."""
-
-SINGLE_CHARACTER_WORDS = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
-"""Scripts without spaces, each character of which is taken for a word."""
-
-Rule = Callable[[str, str], str]
-"""Say why a document is left out, or "": its text, its URL."""
 
 
 class Filters:
@@ -59,10 +60,9 @@ class Filters:
         if config.languages:
             self._rules.append(_language(config.languages, config.language_score))
         if config.repetition:
-            self._rules.append(_repetition())
+            self._rules.append(repetition())
         if config.quality:
-            kind = of_datatrove("filters.gopher_quality_filter").GopherQualityFilter
-            self._rules.append(_of_text("quality", kind(language=word_tokenizer())))
+            self._rules.append(quality())
 
     def __bool__(self) -> bool:
         return bool(self._rules)
@@ -89,30 +89,6 @@ def list_checksums(config: FiltersConfig) -> dict[str, str]:
     return {
         key: hashlib.sha256(_read(key, Path(path))).hexdigest() for key, path in lists if path and path != OWN_LISTS
     }
-
-
-@cache
-def word_tokenizer() -> Any:
-    """Return datatrove's interface of what finds words: runs of letters and digits, single punctuation marks.
-
-    datatrove's own need spaCy, or a package for each language. In scripts without spaces each character is a word.
-    """
-    regex, base = imported("regex"), imported("datatrove.utils.word_tokenizers").WordTokenizer
-    pattern = regex.compile(rf"[{SINGLE_CHARACTER_WORDS}]|[\w--[{SINGLE_CHARACTER_WORDS}]]+|[^\w\s]", regex.V1)
-
-    in_ascii = re.compile(r"\w+|[^\w\s]", re.ASCII)  # the same there, in a third of the time
-
-    class Words(base):  # type: ignore[misc, valid-type]  # of the interface's three, no filter calls the other two
-        def word_tokenize(self, text: str) -> list[str]:
-            return list((in_ascii if text.isascii() else pattern).findall(text))
-
-        def sent_tokenize(self, text: str) -> list[str]:
-            raise NotImplementedError
-
-        def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-            raise NotImplementedError
-
-    return Words("")
 
 
 def _length(least: int, most: int) -> Rule:
@@ -195,59 +171,6 @@ def _folded(text: str) -> str:
     return text.replace("İ", "i").replace("ı", "i").casefold()
 
 
-def _repetition() -> Rule:
-    """Return Gopher's rule as datatrove has it: by it for lines and paragraphs; n-grams are cut out of the whole text
-    here, not joined of words one by one, which decides the same."""
-    kind, words = of_datatrove("filters.gopher_repetition_filter").GopherRepetitionFilter, word_tokenizer()
-    in_lines = _of_text("repetition", kind(top_n_grams=(), dup_n_grams=(), language=words))
-    limits, split = kind(), imported("datatrove.utils.text").split_into_words
-
-    def rule(text: str, url: str) -> str:
-        if why := in_lines(text, url):
-            return why
-        found = split(text, words)
-        joined, ends = "".join(found), [0, *accumulate(map(len, found))]
-        spaced, starts = " ".join(found), [end + number for number, end in enumerate(ends)]
-        for n, most in limits.top_n_grams:
-            counts = Counter([spaced[start : end - 1] for start, end in zip(starts, starts[n:], strict=False)])
-            if any(len(ngram) * count / len(text) > most for ngram, count in counts.most_common(1)):
-                return f"repetition: top {n} gram"
-        for n, most in limits.dup_n_grams:
-            ngrams = [joined[start:end] for start, end in zip(ends, ends[n:], strict=False)]
-            if _repeated_chars(ngrams, n) / len(text) > most:
-                return f"repetition: duplicated {n} n grams"
-        return ""
-
-    return rule
-
-
-def _repeated_chars(ngrams: list[str], n: int) -> int:
-    """Return the characters of those of a text's n-grams that came before; after one, the next that it is not part of
-    counts."""
-    seen, chars, at = set[str](), 0, 0
-    while at < len(ngrams):
-        if ngrams[at] in seen:
-            chars, at = chars + len(ngrams[at]), at + n
-        else:
-            seen.add(ngrams[at])
-            at += 1
-    return chars
-
-
-def _of_text(name: str, rule: Any) -> Rule:
-    """Return a filter of datatrove that looks at the text alone."""
-    document = imported("datatrove.data").Document
-
-    def apply(text: str, url: str) -> str:
-        found = rule.filter(document(text=text, id=""))
-        if isinstance(found, tuple):
-            found, why = found
-            return "" if found else f"{name}: {str(why).removeprefix('gopher_').replace('_', ' ')}"
-        return "" if found else name
-
-    return apply
-
-
 def _lines(key: str, path: Path) -> Iterator[str]:
     """Yield the lines of a list that are not empty and no comments. Raises: UserError if there are none."""
     try:
@@ -267,18 +190,6 @@ def _read(key: str, path: Path) -> bytes:
         return read_at_most(path, MOST_LIST_BYTES)
     except OSError as error:
         raise UserError(f"filters.{key} = {path}: cannot be read ({error.strerror}). Check the path.") from None
-
-
-def of_datatrove(module: str) -> Any:
-    return imported(f"datatrove.pipeline.{module}")
-
-
-def imported(module: str) -> Any:
-    try:
-        return __import__(module, fromlist=["*"])
-    except ImportError:
-        package = module.partition(".")[0]
-        raise missing_extra(package, FILTERS_EXTRA, "Filtering documents") from None
 
 
 SORTED_KEYS = 2**25
