@@ -54,6 +54,13 @@ def test_loss_is_cross_entropy_of_the_logits(small, build):
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-4)
 
 
+def test_scores_of_a_reward_model_are_neither_scaled_nor_capped(small, build):
+    """As in transformers' classes, and in the loss that trains them."""
+    plain = small.model_copy(update={"score": True})
+    other = plain.model_copy(update={"logit_scale": 0.25, "logit_softcap": 0.01})
+    assert torch.equal(build(other)(tokens()), build(plain)(tokens()))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_gets_a_gradient(tied, small, build):
     model = build(small.model_copy(update={"tie_embeddings": tied, "attention_bias": True}))

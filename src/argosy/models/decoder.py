@@ -196,7 +196,8 @@ class Decoder(nn.Module):
         further_BTn2: Tensor | None = None,
         mask_keys_BT: Tensor | None = None,
     ) -> Tensor:
-        """Return logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
+        """Return logits [B, T, V] in the compute dtype (of a reward model scores [B, T, 1], neither scaled nor
+        capped), or with `targets_BT` the summed loss (fp32 scalar).
 
         With `sequences` that is the loss of `preference`, summed over pairs or judged answers; without gradients, it is
         what `preference.answer_scores` returns of each answer (fp32 [B, S, 2], S tokens of whole rows).
@@ -229,7 +230,8 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if targets_BT is None:
             weight_VD = local(self.head_weight).to(x.dtype)
-            return soft_capped(F.linear(self._scaled(x), weight_VD), self.config.logit_softcap)
+            softcap = self.config.logit_softcap if self.score is None else 0.0
+            return soft_capped(F.linear(self._scaled(x), weight_VD), softcap)
         loss = self._loss(x, targets_BT, sequences)
         if further_BTn2 is None or not self.mtp:
             return loss
