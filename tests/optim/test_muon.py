@@ -153,6 +153,11 @@ def prepare_and_step_alone(world: World) -> dict[str, torch.Tensor]:
     return {piece.name: piece.value for piece in pieces}
 
 
+def test_a_rank_that_trains_nothing_waits_for_the_others_too():
+    """As a pipeline's first does, whose layers are all frozen: before each update all ranks meet, or none."""
+    assert not Optimizer([], CONFIG).is_local
+
+
 def test_a_prepared_step_takes_no_other_rank_and_nothing_has_changed_before_it(workers):
     alone = whole_pieces()
     train(alone, GROUPED, steps=1)

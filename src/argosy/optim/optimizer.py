@@ -54,7 +54,7 @@ class Optimizer:
 
         is_compiled: True if what narrows and widens numbers goes through torch.compile, loaded by `compiler.load`.
         """
-        self._lr = config.lr
+        self._lr, self._kind = config.lr, config.kind
         self._rules = {name: rule(config) for name, rule in OPTIMIZER_RULES.items()} | (
             {config.kind: own(config)} if own else {}
         )
@@ -83,9 +83,8 @@ class Optimizer:
 
     @property
     def is_local(self) -> bool:
-        """True if `prepare` needs no other rank."""
-        slots = self._slots.values()
-        return all(self._rules[slot.settings.rule].is_local or slot.piece.group is None for slot in slots)
+        """True if `prepare` needs no other rank: the same on all ranks, also on those that train nothing."""
+        return self._rules[self._kind].is_local
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the next steps, before each group's factor."""
