@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
-from argosy.models.hf_config import config_from_json
+from argosy.models.hf_config import config_from_json, config_to_json
 from argosy.models.hf_family import CONFIG_DEFAULTS
 from argosy.models.hf_mixtures import MIXTURES
 from transformers_models import odd_defaults
@@ -59,6 +60,14 @@ def test_what_would_be_computed_otherwise_is_refused_by_its_key(family: str, key
     with pytest.raises(UserError) as refused:
         read(family, **keys)
     assert f"config.json: {said}" in str(refused.value)
+
+
+def test_the_width_of_shared_experts_is_written_where_it_follows_from_other_sizes() -> None:
+    config = read("qwen2_moe", moe_intermediate_size=24)
+    plain = config.model_copy(update={"moe": config.moe.model_copy(update={"shared_ffn_width": 0})})
+    written = config_to_json(plain, dtype=torch.float32, eod_id=None)
+    assert written["shared_expert_intermediate_size"] == 24
+    assert config_from_json(written, "config.json").moe.shared_ffn_width == 24
 
 
 @pytest.mark.parametrize("family", MIXTURES)

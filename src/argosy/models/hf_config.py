@@ -42,6 +42,7 @@ from argosy.models.hf_layers import (
 )
 from argosy.models.quantised import check_quantization
 from argosy.plan.mup import query_factor
+from argosy.plan.parameters import shared_width
 
 ONLY_IN_TRAINING = frozenset(
     f"moe.{n}" for n in ("balance", "bias_rate", "z_coefficient", "capacity_factor", "aux_coefficient")
@@ -96,6 +97,9 @@ def config_to_json(
     """
     _refuse_sizes_of_other_classes(config)
     family = family_of(config.family)
+    if "moe.shared_ffn_width" in _keys(family):  # the class does not know that 0 follows from other sizes
+        moe = config.moe.model_copy(update={"shared_ffn_width": shared_width(config)})
+        config = config.model_copy(update={"moe": moe})
     if config.score and config.family not in SCORED:
         raise UserError(
             f"model.score = true and model.family = {config.family}: transformers has no class for its reward models "
