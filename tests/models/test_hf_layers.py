@@ -132,6 +132,20 @@ def test_a_rotary_embedding_that_is_not_known_is_refused(rope, said):
     assert said in str(refused.value)
 
 
+def test_a_share_of_the_frequencies_is_one_of_whole_heads():
+    """transformers reads it of the same key, in place of the share of the head."""
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    given = GIVEN | {"rope_scaling": rope, "partial_rotary_factor": 0.5}
+    back = rope_from_json(given, {"head_width": 8}, Family("Partial", partial=1.0), "config.json")
+    assert back["rope_scaling"].rotated_share == 0.25 and "attention.rotary_width" not in back
+
+
+def test_a_class_that_takes_some_kinds_alone_says_so():
+    given = GIVEN | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    with pytest.raises(UserError, match=r'rope_type = "linear": this class takes none and longrope alone'):
+        rope_from_json(given, {"head_width": 8}, Family("Long", ropes=("none", "longrope")), "config.json")
+
+
 def test_long_values_are_cut_in_messages():
     assert len(in_json("x" * 1000)) == 100 and in_json({"a": 1}) == '{"a": 1}'
     assert plain((1, 2)) == [1, 2] and plain("a") == "a"

@@ -240,6 +240,7 @@ DENSE_FAMILIES = {
         partial=1.0,
         windows=all_sliding,
         lists_layers=False,
+        ropes=("none", "longrope"),
     ),
     "cohere": COHERE,
     "cohere2": replace(

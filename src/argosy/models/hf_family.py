@@ -190,6 +190,8 @@ class Family:
     """Base of sliding layers if config.json does not say it, where they have one of their own."""
     stretches_base: bool = False
     """A rotary embedding called dynamic that has an alpha is none: alpha stretches the base, whatever the length."""
+    ropes: tuple[str, ...] = ()
+    """The kinds of `RopeScaling` that the class takes; empty: all."""
     nests_rope: bool = False
     """Full and sliding layers have their own rotary embedding."""
     rope_of_pictures: tuple[str, ...] = ()

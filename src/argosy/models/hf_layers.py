@@ -269,6 +269,8 @@ def rope_from_json(
         rope = rope["full_attention"]
         section += ".full_attention"
     theta, scaling, partial = _one_rope(rope, given, bool(found.get("mla.kv_rank")), section, file)
+    if family.ropes and scaling["kind"] not in family.ropes:
+        refuse(file, f"{section}.rope_type", scaling["kind"], f"this class takes {' and '.join(family.ropes)} alone")
     values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": RopeScaling.model_validate(scaling)}
     partial = partial or given.get("partial_rotary_factor", family.partial) or 1.0
     if partial != 1.0 and family.partial is None:
@@ -311,7 +313,7 @@ def _one_rope(
         refuse(file, f"{section}.rope_type", kind, f"known are {known}")
     if kind == "proportional":  # a share of the frequencies, not of the head
         rope |= {"partial_rotary_factor": partial or 1.0, "factor": rope.get("factor", 1.0)}
-        partial = None
+        partial = 1.0
     keys = ROPE_KEYS[kind]
     if "original_max_seq_len" in keys:
         original = given.get("original_max_position_embeddings", given["max_position_embeddings"])
