@@ -8,7 +8,7 @@ import pytest
 import tyro
 
 from argosy import cli
-from argosy.cli import compare
+from argosy.cli import compare, generate
 from argosy.cli.options import ESSENTIAL, fitted, parse, parse_run, parse_section
 from argosy.config.data import PrepareConfig
 from argosy.config.load import load
@@ -137,6 +137,11 @@ def test_what_tyro_refuses_is_one_message():
     assert str(error.value) == (
         "Missing from argosy compare:\n  PATH: The other run's folder.\n  All options: argosy compare --help"
     )
+
+
+def test_a_text_without_its_option_is_shown_where_it_belongs():
+    with pytest.raises(UserError, match=r"^once more: unexpected; .*, as --prompt 'once more'"):
+        parse(["runs/a", "once more"], "argosy generate", generate.Options)
 
 
 def helped(capsys, *argv: str) -> str:

@@ -58,3 +58,9 @@ def test_only_the_first_task_of_a_job_step_names_it(monkeypatch, tmp_path, capsy
     monkeypatch.setenv("SLURM_PROCID", "1")
     train.main(["--name", "a"])
     assert not capsys.readouterr().out
+
+
+def test_a_dry_run_of_a_finished_run_says_what_would_make_it_longer(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(local, "would_train", lambda *args: [])
+    train.main(["--run-dir", str(tmp_path), "--dry-run"])
+    assert capsys.readouterr().out.startswith(f"{tmp_path} is finished. More --train.steps")

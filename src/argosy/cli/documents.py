@@ -161,9 +161,9 @@ def write_file(path: Path, content: str | bytes, option: str = "") -> None:
         raise UserError(f"{named}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
 
 
-def show_dry_run(plan: DryRun, is_json: bool) -> None:
-    """Print what a command would do, as a document or in words."""
-    answer(is_json, "dry-run", "\n".join(f"would {line}" for line in plan.would) or "nothing to do", plan)
+def show_dry_run(plan: DryRun, is_json: bool, nothing: str = "nothing to do") -> None:
+    """Print what a command would do, as a document or in words; nothing: the words if there is nothing to do."""
+    answer(is_json, "dry-run", "\n".join(f"would {line}" for line in plan.would) or nothing, plan)
 
 
 def schema_of(name: str) -> dict[str, Any]:

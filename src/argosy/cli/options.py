@@ -328,7 +328,8 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
         lines.append(f"{name}: {'no' if key in hidden else 'unknown'} option; {hint}")
     if unknown and not lines:
         order = ", and RUN comes first" if prog.endswith(RUN_ARGUMENT) else ""
-        lines = [f"{' '.join(unknown)}: unexpected; options begin with --{order}."]
+        example = f", as --prompt {' '.join(unknown)!r}" if ("prompt",) in known else ""
+        lines = [f"{' '.join(unknown)}: unexpected; options begin with --{order}{example}."]
     if lines:
         all_options = f"{prog.removesuffix(RUN_ARGUMENT)} {HELP_ALL if prog.endswith(RUN_ARGUMENT) else '--help'}"
         raise UserError("\n".join([*lines, f"  All options: {all_options}"]))

@@ -74,10 +74,12 @@ def _train(argv: list[str], forks: ForkServer | None) -> None:
     options, run = parse_run(argv, "argosy train", Options)
     if options.dry_run:
         from argosy.launch.local import would_train
+        from argosy.launch.run_folder import finished_in_words
 
         folder = (options.run_dir or Path("runs") / run.name).absolute()
         run = with_nodes_of_srun(run, os.environ)
-        show_dry_run(DryRun(tuple(would_train(run, folder, partial(origin, argv))), folder), options.json)
+        would = DryRun(tuple(would_train(run, folder, partial(origin, argv))), folder)
+        show_dry_run(would, options.json, finished_in_words(folder, run))
         return
     if "RANK" in os.environ:
         from argosy.launch.joined import train_joined
