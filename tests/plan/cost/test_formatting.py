@@ -28,5 +28,5 @@ def test_count(value: float, said: str) -> None:
 
 def test_the_interval_stands_behind_the_middle() -> None:
     assert within(Estimate(0.9, 1, 1.2), seconds) == "1.00 s (0.90 s to 1.20 s)"
-    assert gib(3 * 2**29) == "1.5"
+    assert [gib(size * 2**30) for size in (1.5, 0.06, 0.019, 0.0)] == ["1.5", "0.1", "0.02", "0.0"]
     assert (percent(0.532), percent(-0.018, signed=True)) == ("53.2 %", "-1.8 %")

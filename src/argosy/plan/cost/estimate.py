@@ -93,8 +93,9 @@ def seconds(value: Numbers) -> str:
 
 
 def gib(value: Numbers) -> str:
-    """Return bytes in GiB, without the unit."""
-    return f"{float(value) / GIB:.1f}"
+    """Return bytes in GiB, without the unit: 79.1, 0.3, 0.02."""
+    whole = float(value) / GIB
+    return f"{whole:.1g}" if 0 < whole < 0.05 else f"{whole:.1f}"
 
 
 def count(value: Numbers) -> str:
