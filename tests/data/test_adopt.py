@@ -50,6 +50,17 @@ def test_adopted_shards_get_checksums(foreign: Path, tokenizer_json: Path) -> No
     assert len(list(foreign.glob("*.crc32"))) == 3
 
 
+def test_a_shard_that_was_written_anew_is_told_from_a_damaged_one(foreign: Path, tokenizer_json: Path) -> None:
+    adopt(foreign, tokenizer_json)
+    tokens = np.random.default_rng(0).integers(0, 200, 10).tolist()
+    megatron_shard(foreign / "web_1_text", tokens)
+    with pytest.raises(DataError, match=r"web_1_text\.bin does not match web_1_text\.crc32: .*delete .* and repeat"):
+        adopt(foreign, tokenizer_json)
+    (foreign / "web_1_text.crc32").unlink()
+    adopt(foreign, tokenizer_json)
+    assert TokenSource(foreign).tokens(0, 99)[-10:].tolist() == tokens
+
+
 def test_nothing_to_adopt(tmp_path: Path, tokenizer_json: Path) -> None:
     with pytest.raises(UserError, match=r"no \.idx files"):
         adopt(tmp_path, tokenizer_json)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName, write_checksums
+from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName, block_checksums, write_checksums
 from argosy.data.shards import ShardIndex, ShardReader
 from argosy.data.tokenizer import Tokenizer, tokenizer_file
-from argosy.errors import UserError
+from argosy.errors import DataError, UserError
 from argosy.files import atomic_write, file_sha256
 
 DECODED_TOKENS = 200_000
@@ -23,7 +23,8 @@ def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
     order of their names. Every file is read once, to hash it and to write its block checksums. The bytes of text are
     estimated from a decoded sample of each shard, since decoding everything takes as long as tokenizing.
 
-    Raises: UserError if there are no shards, one is damaged, or they have several dtypes.
+    Raises: UserError if there are no shards, an index is damaged, or they have several dtypes; DataError if a shard
+    does not match block checksums that it has, or holds tokens that the tokenizer does not have.
     """
     folder = Path(folder)
     if not (indices := sorted(folder.glob("*.idx"))):
@@ -63,8 +64,14 @@ def _split_of(name: str) -> SplitName:
 def _describe(idx_path: Path, tokenizer: Tokenizer) -> Shard:
     bin_path = idx_path.with_suffix(".bin")
     index = ShardIndex.read(idx_path)
-    if not bin_path.with_suffix(".crc32").exists():
+    sidecar = bin_path.with_suffix(".crc32")
+    if not sidecar.exists():
         write_checksums(bin_path)
+    elif block_checksums(bin_path).to_bytes() != sidecar.read_bytes():
+        raise DataError(
+            f"{bin_path} does not match {sidecar.name}: it was changed or damaged after it was written or adopted. "
+            f"Restore it; or, if a program wrote it anew, delete {sidecar} and repeat the command."
+        )
     return Shard(
         name=idx_path.stem,
         tokens=index.tokens,

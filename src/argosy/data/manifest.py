@@ -353,13 +353,18 @@ class BlockChecksums:
         self._crc, self._room = 0, CHECKSUM_BLOCK_BYTES
 
 
-def write_checksums(bin_path: Path) -> None:
-    """Write the sidecar for a .bin that has none."""
+def block_checksums(bin_path: Path) -> BlockChecksums:
+    """Return the checksums of a .bin as it is."""
     checksums = BlockChecksums()
     with bin_path.open("rb") as file:
         while block := file.read(CHECKSUM_BLOCK_BYTES):
             checksums.update(block)
-    checksums.write(bin_path.with_suffix(".crc32"))
+    return checksums
+
+
+def write_checksums(bin_path: Path) -> None:
+    """Write the sidecar of a .bin."""
+    block_checksums(bin_path).write(bin_path.with_suffix(".crc32"))
 
 
 def read_checksums(path: Path) -> npt.NDArray[np.uint32] | None:
