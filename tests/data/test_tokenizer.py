@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
 from transformers import PreTrainedTokenizerFast
 
@@ -159,6 +159,27 @@ def test_documents_end_in_the_end_of_document_token(tokenizer_json: Path) -> Non
     assert batch.tokens.tolist() == [token for text in texts for token in (*tokenizer.encode(text), tokenizer.eod_id)]
     assert batch.lengths.tolist() == [len(tokenizer.encode(text)) + 1 for text in texts]
     assert batch.text_bytes.tolist() == [5, 1, 6] and batch.tokens.dtype == np.uint16
+
+
+@pytest.mark.parametrize("prepends", [False, True])
+def test_a_long_document_has_the_same_tokens_with_little_memory(
+    tokenizer_json: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepends: bool
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    engine = HuggingFaceTokenizer.from_file(str(tokenizer_json))
+    if prepends:  # as Llama 2's does: no part of a text has the ids that it has in the text
+        engine.normalizer = normalizers.Prepend("_")
+    engine.save(str(path))
+    texts = ["", "x" * 3000, "".join(TEXTS), "a line\n" * 50, "ein Satz, 1 2  3 " * 200]
+    whole = Encoder(path, "huggingface", np.dtype("<u2"), 0.0).encode(texts)
+    for name, chars in (("PART_CHARS", 300), ("AROUND_CUT", 50)):
+        monkeypatch.setattr(engines, name, chars)
+    encoder, sizes = Encoder(path, "huggingface", np.dtype("<u2"), 0.0), list[int]()
+    encode = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda parts: (sizes.append(sum(map(len, parts))), encode(parts))[1])
+    found = encoder.encode(texts)
+    assert np.array_equal(found.tokens, whole.tokens) and np.array_equal(found.lengths, whole.lengths)
+    assert max(sizes) == (len(texts[2]) if prepends else 3000)
 
 
 def test_a_text_begins_as_its_tokenizer_has_texts_begin(tokenizer_json: Path, tmp_path: Path) -> None:

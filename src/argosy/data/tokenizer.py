@@ -12,7 +12,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,12 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """GPT-4's pattern: words with the space before them, up to three digits, punctuation, runs of white space."""
+
+PART_CHARS, PARTS_AT_ONCE = 100_000, 5
+"""Characters of the parts of a longer text, and how many of them are encoded at once."""
+BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?=[ \n][^\W\d_])")
+CUT_TRIES, AROUND_CUT = 20, 1000
+"""Places where a cut is tried, and the characters before and after it by which it is judged."""
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -308,7 +314,7 @@ class Encoder:
         self._dtype, self._validation_fraction = dtype, validation_fraction
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
-        ids, lengths = self._encode(texts)
+        ids, lengths = _encode_in_parts(texts, self._encode)
         raw, around = [text.encode() for text in texts], [*self._begin_ids, self._eod_id]
         ends = np.cumsum(lengths)
         places = np.repeat(ends - lengths, len(around))
@@ -319,6 +325,37 @@ class Encoder:
             text_bytes=np.array([len(text) for text in raw], np.int64),
             held_out=np.array([is_held_out(text, self._validation_fraction) for text in raw], np.bool_),
         )
+
+
+def _encode_in_parts(texts: Sequence[str], encode: Callable[[Sequence[str]], Ragged]) -> Ragged:
+    """Encode long texts in parts: `encode` takes some 150 bytes of memory for each byte of a text."""
+    if max(map(len, texts), default=0) <= PART_CHARS:
+        return encode(texts)
+    ids, lengths = [np.empty(0, np.int32)], []
+    for text in texts:
+        parts = _parts(text, encode)
+        found = [encode(parts[at : at + PARTS_AT_ONCE])[0] for at in range(0, len(parts), PARTS_AT_ONCE)]
+        ids += found
+        lengths.append(sum(map(len, found)))
+    return np.concatenate(ids), np.array(lengths, np.int64)
+
+
+def _parts(text: str, encode: Callable[[Sequence[str]], Ragged]) -> list[str]:
+    """Return the parts of a text, cut between words where what is around a cut has the same ids in two parts. A
+    tokenizer that puts something before every text has no such place, and the text stays whole."""
+    starts = [0]
+    while starts[-1] + PART_CHARS < len(text):
+        places = islice((found.start() for found in BETWEEN_WORDS.finditer(text, starts[-1] + PART_CHARS)), CUT_TRIES)
+        cut = next((at for at in places if _is_cut(text[at - AROUND_CUT : at], text[at : at + AROUND_CUT], encode)), 0)
+        if not cut:
+            break
+        starts.append(cut)
+    return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+
+
+def _is_cut(left: str, right: str, encode: Callable[[Sequence[str]], Ragged]) -> bool:
+    ids, lengths = encode([left + right, left, right])
+    return np.array_equal(ids[: lengths[0]], ids[lengths[0] :])
 
 
 def is_held_out(text: bytes, fraction: float) -> bool:
