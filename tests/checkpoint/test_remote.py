@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,18 @@ def test_a_copy_that_is_longer_than_its_manifest_says_is_not_fetched(tmp_path, r
         remote.fetch(4, generation=0)
 
 
+def test_a_place_that_gives_no_answer_is_given_up(tmp_path, run_dir, monkeypatch):
+    has_ended = threading.Event()
+    remote = Remote(str(tmp_path / "there"), run_dir)
+    checkpoint = write(run_dir, 4)
+    monkeypatch.setattr("argosy.checkpoint.remote.claim", lambda *_: has_ended.wait())
+    monkeypatch.setattr("argosy.checkpoint.remote.FIRST_ANSWER_S", 0.01)
+    for ask in (remote.steps, lambda: remote.put(checkpoint, anywhere)):
+        with pytest.raises(OSError, match="no answer for 0 s"):
+            ask()
+    has_ended.set()
+
+
 def test_folders_in_the_place_that_are_no_checkpoints_are_left_alone(tmp_path, run_dir):
     remote = Remote(str(tmp_path / "there"), run_dir)
     remote.put(write(run_dir, 4), anywhere)
@@ -258,6 +271,16 @@ def test_another_run_of_the_same_name_is_refused_and_changes_nothing(url, run_di
         with pytest.raises(UserError, match=r"owner\.json: .* another run of this name .* another checkpoint\.remote"):
             refused()
     assert Remote(url, moved(run_dir)).steps() == [4], "a moved folder of the same run goes on"
+
+
+def test_the_plan_of_the_newest_copy_is_told_to_its_run_alone_and_nothing_is_claimed(url, run_dir, tmp_path):
+    stranger = tmp_path / "other" / "mine"
+    stranger.mkdir(parents=True)
+    assert Remote(url, run_dir).newest_plan() == ""
+    for step in (4, 6):
+        Remote(url, stranger).put(write(stranger, step, plan=f"microbatch={step}"), anywhere)
+    assert Remote(url, run_dir).newest_plan() == ""
+    assert Remote(url, moved(stranger)).newest_plan() == "microbatch=6"
 
 
 def test_copies_of_an_older_version_which_have_no_owner_belong_to_the_first_run_that_asks(tmp_path, run_dir):

@@ -13,6 +13,7 @@ import pytest
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.remote import Remote
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -172,10 +173,15 @@ def test_a_checkpoint_whose_manifest_is_damaged_does_not_keep_the_run_from_the_o
         enter(tmp_path, run(), identity="fedc")
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["here", "in the remote place alone"])
 @pytest.mark.parametrize("begun", ["", "dp_replicate=2,microbatch=4,precision=bf16"], ids=["new", "begun"])
-def test_the_number_format_of_the_first_start_is_that_of_every_other(tmp_path, begun):
-    hold(tmp_path, run(), plan=begun)
-    asked, said = run().model_copy(update={"plan": "auto"}), []
+def test_the_number_format_of_the_first_start_is_that_of_every_other(tmp_path, begun, lost):
+    asked, said = run(checkpoint={"remote": str(tmp_path / "there")}).model_copy(update={"plan": "auto"}), []
+    hold(tmp_path, asked, plan=begun)
+    if lost:
+        (saved,) = store.committed(tmp_path)
+        Remote(asked.checkpoint.remote, tmp_path).put(saved, lambda: None)
+        store.remove(saved.folder)
     slow, fast = (Devices(2, "cpu", fast_bf16=fast) for fast in (False, True))
     plans = [run_folder.settle_plan(tmp_path, asked, devices, said.append) for devices in (slow, fast)]
     assert [plan.precision for plan in plans] == (["bf16", "bf16"] if begun else ["fp32", "bf16"])

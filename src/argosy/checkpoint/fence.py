@@ -294,6 +294,11 @@ def claim(fs: Any, folder: str, run_dir: Path) -> None:
         )
 
 
+def is_owner(fs: Any, folder: str, run_dir: Path) -> bool:
+    """Return True if `folder` of the fsspec file system `fs` is claimed by the run in `run_dir`."""
+    return _owner(fs, f"{folder}/{OWNER}") == name_of(run_dir)
+
+
 def make_remote_folder(fs: Any, folder: str) -> None:
     """Make `folder` of the fsspec file system `fs`, unless that is an object store: a bucket is the user's to make."""
     if not BUCKETS.intersection([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import (
@@ -19,13 +21,20 @@ from argosy.checkpoint.checksums import (
     step_name,
     step_of,
 )
-from argosy.checkpoint.fence import claim, make_remote_folder
+from argosy.checkpoint.fence import NAME_FILE, claim, make_remote_folder
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import MANIFEST, Checkpoint
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.errors import ArgosyError, UserError
 from argosy.files import fsspec_place, make_folder, sync_folder
 from argosy.sync.layout import home_of
+
+if TYPE_CHECKING:
+    from argosy.plan.plan import Plan
+
+Answer = TypeVar("Answer")
+FIRST_ANSWER_S = 60.0
+"""Longest wait for the place's first answer; a run that has a checkpoint here goes on without."""
 
 
 class Remote:
@@ -53,13 +62,40 @@ class Remote:
             ) from None
         self._root = f"{place.rstrip('/')}/{name}"
 
+    def _in_time(self, ask: Callable[[], Answer]) -> Answer:
+        """Return the place's first answer. Raises: as `ask`; OSError without one, for which s3fs waits 15 minutes."""
+        answer = Future[Answer]()
+
+        def work() -> None:
+            try:
+                answer.set_result(ask())
+            except BaseException as problem:
+                answer.set_exception(problem)
+
+        threading.Thread(target=work, name="argosy-remote", daemon=True).start()
+        try:
+            return answer.result(FIRST_ANSWER_S)
+        except TimeoutError:
+            if answer.done():
+                raise
+            raise OSError(f"no answer for {FIRST_ANSWER_S:.0f} s") from None
+
+    def _claim(self) -> None:
+        self._in_time(lambda: claim(self._fs, self._root, self._run_dir))
+
+    def newest_plan(self) -> str:
+        """Return the plan of the newest copy; "" if there is none or the place is not this run's. Claim nothing."""
+        is_mine = self._in_time(lambda: fence.is_owner(self._fs, self._root, self._run_dir))
+        steps = self.steps() if is_mine else []
+        return self._manifest(steps[-1]).plan if steps else ""
+
     def steps(self) -> list[int]:
         """Return the steps of which there are copies, in order."""
         return [step for step in self._begun() if self._is_whole(step)]
 
     def _begun(self) -> list[int]:
         """Return the steps of which there are copies, or parts of them, in order."""
-        claim(self._fs, self._root, self._run_dir)
+        self._claim()
         self._fs.invalidate_cache()
         names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
         return sorted(step for step in map(step_of, names) if step is not None)
@@ -74,7 +110,7 @@ class Remote:
 
         Raises: DamagedCheckpoint if the copy differs from what was written.
         """
-        claim(self._fs, self._root, self._run_dir)
+        self._claim()
         manifest = checkpoint.manifest
         there = self._path(checkpoint.step, MANIFEST)
         if self._fs.exists(there):
@@ -176,3 +212,16 @@ class Remote:
                 digest.update(chunk)
                 size += len(chunk)
         return FileSum(size, digest.hexdigest())
+
+
+def plan_there(url: str, run_dir: Path) -> Plan | None:
+    """Return the plan of the newest copy in checkpoint.remote, for a folder that has nothing of its run but the name.
+
+    None if there is none, or it cannot be read: the workers, which need more of it, say why.
+    """
+    from argosy.plan.plan import Plan  # brings what a writer's process does not need
+
+    with suppress(Exception):  # of any of fsspec's file systems
+        if url and (run_dir / NAME_FILE).exists():
+            return Plan.parse(told) if (told := Remote(url, run_dir).newest_plan()) else None
+    return None

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.fence import CLAIMS, NAME_FILE, OLD_FILES
-from argosy.checkpoint.store import ACCEPTED, Checkpoint, committed
+from argosy.checkpoint.remote import plan_there
 from argosy.config.dump import save_run
 from argosy.config.extend import ExtendConfig
 from argosy.config.identity import is_under, lasting_values
@@ -50,7 +50,7 @@ from argosy.sync.length import check_length
 OF_A_START = (f"{RUN_LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
               COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",
               "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml",
-              ACCEPTED, *(f"{name}*" for name in USAGE))  # fmt: skip
+              store.ACCEPTED, *(f"{name}*" for name in USAGE))  # fmt: skip
 """Names of what a run that was interrupted while it started may have left."""
 
 
@@ -106,7 +106,7 @@ def check_is_run_folder(run_dir: Path) -> None:
         return
     except OSError as problem:
         raise _cannot_be_made(run_dir, problem) from None
-    if {"run.toml", "plan.toml"} <= names or committed(run_dir):
+    if {"run.toml", "plan.toml"} <= names or store.committed(run_dir):
         return
     has_lock = any(fnmatch(name, f"{RUN_LOCK}*") for name in names)  # a run.toml alone may be the user's
     others = sorted(
@@ -129,7 +129,7 @@ def _cannot_be_made(run_dir: Path, problem: OSError) -> UserError:
 
 def _is_begun(run_dir: Path) -> bool:
     metrics = run_dir / "metrics.jsonl"
-    return bool(committed(run_dir)) or (metrics.exists() and metrics.stat().st_size > 0)
+    return bool(store.committed(run_dir)) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 CODE = "extend"
@@ -209,7 +209,7 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
         check_length(run_dir, run, max((one.step for one in checkpoints), default=0))
     if not checkpoints:
         if accept_changes and run.checkpoint.remote:  # what is there is known once it is fetched
-            (run_dir / ACCEPTED).write_text(data_identity)
+            (run_dir / store.ACCEPTED).write_text(data_identity)
         return run
     before, step = load(run_dir / "run.toml"), checkpoints[-1].step
     changed = _differences(before, run)
@@ -295,7 +295,7 @@ def settle_plan(run_dir: Path, run: RunConfig, devices: Devices, say: Callable[[
     run agrees as it does if that was left open.
     Raises: UserError.
     """
-    before = _plan_before(store.committed(run_dir))
+    before = _plan_before(store.committed(run_dir)) or plan_there(run.checkpoint.remote, run_dir)
     if before is None:
         plan, words = choose_with_reasons(run, devices)
     else:
@@ -318,7 +318,7 @@ def check_before_preparing(run_dir: Path, run: RunConfig, find: Callable[[], Dev
         settle_plan(run_dir, with_known_sizes(run), find(), lambda words: None)
 
 
-def _plan_before(checkpoints: list[Checkpoint]) -> Plan | None:
+def _plan_before(checkpoints: list[store.Checkpoint]) -> Plan | None:
     """Return the plan of the newest checkpoint that tells it; imported ones were trained elsewhere, with none."""
     for checkpoint in reversed(checkpoints):
         with suppress(DamagedCheckpoint, UserError):
@@ -326,7 +326,7 @@ def _plan_before(checkpoints: list[Checkpoint]) -> Plan | None:
     return None
 
 
-def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
+def _data_identity(checkpoints: list[store.Checkpoint]) -> str | None:
     """Return that of the newest checkpoint whose manifest can be read; the workers report those that cannot."""
     for checkpoint in reversed(checkpoints):
         with suppress(DamagedCheckpoint):
