@@ -22,7 +22,7 @@ def left_s(**facts: object) -> tuple[float, float, float]:
 
 
 def test_a_steady_run_takes_for_the_rest_what_its_steps_took():
-    low, mid, high = left_s()
+    low, mid, high = left_s(run=small_run(evaluate={"tokens": 1}))
     assert low < mid < high and mid == pytest.approx(600 * STEP_S, rel=0.05)
 
 
@@ -51,6 +51,13 @@ def test_evaluations_that_are_to_come_take_the_time_that_they_took():
     took = np.where(np.arange(400) % 100 == 99, 5.0, 0.0)
     without, with_them = left_s(run=run)[1], left_s(run=run, steps=columns(evaluate=took))[1]
     assert with_them - without == pytest.approx(6 * 5.0, rel=0.2)
+
+
+def test_before_the_first_evaluation_one_takes_as_long_as_forward_for_as_many_tokens():
+    run = small_run(evaluate={"every_steps": 500, "tokens": 100_000})
+    forward_s = float(columns(400)["seconds.forward"].mean())
+    without = left_s(run=small_run(evaluate={"every_steps": 500, "tokens": 1}))[1]
+    assert left_s(run=run)[1] - without == pytest.approx(2 * forward_s * 100_000 / run.tokens_per_step, rel=0.2)
 
 
 def test_a_run_that_ended_or_has_hardly_begun_has_none():

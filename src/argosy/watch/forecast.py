@@ -5,7 +5,8 @@ The time left is the sum of steps, evaluations and failures that are still to co
 - *steps*: the mean of the steps so far, of which the last half counts. How far such a mean is off is not assumed but
   looked up in the run itself: at earlier points of what it has done, its later part is forecast from its earlier one.
   The errors, with a prior for short runs, give the spread of a t-distribution, since they are few;
-- *evaluations*: as many as the run file asks for, each as long as those so far;
+- *evaluations*: as many as the run file asks for, each as long as those so far, or, before the first, as long as the
+  steps' forward takes for as many tokens;
 - *failures*: a Poisson process with the rate of `rules.stops`: the catalogue's, corrected by the failures that the
   run had, or had not. Each costs as much as those so far, or as is usual
   (`plan.cost.economy.RESTART_S`).
@@ -145,6 +146,8 @@ def _evaluations(facts: RunFacts, left: int, random: np.random.Generator) -> Flo
     """Draw the seconds of the evaluations to come: those of each `every_steps`, and the one at the end."""
     took = facts.column("seconds.evaluate")
     took = took[np.isfinite(took) & (took > 0)]
+    if not len(took):
+        took = _unseen_evaluation_s(facts)
     if facts.run is None or facts.steps_in_all is None or not len(took):
         return np.zeros(FAILURE_DRAWS)
     every, done, steps = facts.run.evaluate.every_steps, facts.steps_in_all - left, facts.steps_in_all
@@ -154,6 +157,18 @@ def _evaluations(facts: RunFacts, left: int, random: np.random.Generator) -> Flo
         if times
         else np.zeros(FAILURE_DRAWS)
     )
+
+
+def _unseen_evaluation_s(facts: RunFacts) -> Floats:
+    """Return the seconds of an evaluation before any was seen, by the steps' forward; empty if that does not tell.
+
+    Of all workers of parameter servers only one evaluates.
+    """
+    if facts.run is None or (facts.plan is not None and facts.plan.has_servers):
+        return np.empty(0)
+    forward_s = facts.typical.get("forward") or facts.step_s / 3  # of a pipeline it is not known: a third of the FLOPs
+    took = np.array([forward_s * facts.run.evaluate.tokens / facts.run.tokens_per_step])
+    return took[np.isfinite(took)]
 
 
 def _failures(facts: RunFacts, planner: Planner, left_s: Floats, random: np.random.Generator) -> tuple[float, Floats]:
