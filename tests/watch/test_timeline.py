@@ -117,7 +117,8 @@ def test_a_run_that_goes_back_by_itself_makes_steps_again():
 
 
 def test_a_run_that_could_not_say_that_it_ended_ended_with_its_last_sign_of_life():
-    again = [of("coordinator", 500.0, "coordinator_started", replaces=False), of("rank-0", 510.0, "start", step=5)]
+    settled, start = of("launcher", 499.0, "settled", seconds=2.0), of("rank-0", 510.0, "start", step=5)
+    again = [settled, of("coordinator", 500.0, "coordinator_started", replaces=False), start]
     found = timeline([*BEGUN, *again], 520.0, 1.0, np.array([30.0, 31.0, 512.0]))
     phases = [(stretch.phase, stretch.seconds) for stretch in found.stretches]
     assert phases == [("startup", 10.0), ("training", 11.0), ("stopped", 469.0), ("startup", 10.0), ("training", 10.0)]

@@ -228,7 +228,8 @@ class _Walk:
             self._enter("stopped", time_s)
         elif kind in ("save", "node_checked") and isinstance(event.get("seconds"), int | float):
             self._found.costs_s[index] = float(event["seconds"])
-        self._last_s = max(self._last_s, time_s)
+        # The command by which a run goes on says "settled" before it starts anything: that is no sign of life.
+        self._last_s = max(self._last_s, 0.0 if kind == "settled" else time_s)
 
     def close(self, alive_s: float) -> None:
         """End the last phase, with the last sign of life."""
