@@ -131,6 +131,18 @@ def test_sources_without_held_out_text_are_left_out(corpus, held_out, tmp_path):
     assert HeldOut.read([without, TokenSource(corpus, "validation")], SEQ_LEN, 700).tokens == held_out.tokens
 
 
+def test_a_source_with_less_held_out_text_than_a_sample_is_left_out_beside_others(corpus, tmp_path):
+    small, progress = prepare_corpus(tmp_path, max_text_bytes=20_000, validation_fraction=0.01), mock.MagicMock()
+    seq_len = len(TokenSource(small, "validation"))
+    sources = [TokenSource(small), TokenSource(corpus)]
+    assert 0 < seq_len < len(TokenSource(corpus, "validation"))
+    run = run_config(corpus, data={"seq_len": seq_len})
+    found = Evaluator(run, EAGER, sources, mock.MagicMock(), World(), mock.MagicMock(), progress)
+    alone = HeldOut.read([TokenSource(corpus, "validation")], seq_len, run.evaluate.tokens)
+    assert np.array_equal(found.held_out.windows, alone.windows)
+    assert f"leave out {small}: {seq_len} tokens are held out" in progress.say.call_args.args[0]
+
+
 def test_held_out_text_that_cannot_be_read_is_left_out_if_the_run_asks_for_that(corpus, tmp_path):
     folder = shutil.copytree(corpus, tmp_path / "damaged")
     (shard,) = folder.glob("validation-*.bin")

@@ -85,10 +85,11 @@ class HeldOut:
     ) -> HeldOut:
         """Read an equal share of at most `max_tokens` from each split, always the same windows.
 
-        are_scored: a reward model compares their pairs. without: shards that are left out. Splits without text are left
-        out too, and the result may be empty. Raises: UserError if one has text, but less than a window; BadShard.
+        are_scored: a reward model compares their pairs. without: shards that are left out. Splits of less text than a
+        window are left out too, and without any text the result is empty. Raises: UserError if there is text, but no
+        split has a window; BadShard.
         """
-        splits = [split for split in splits if len(split)]
+        splits = _long_enough(splits, seq_len)
         bad = [[shard for folder, shard in without if folder == split.name] for split in splits]
         share = max_tokens // max(1, len(splits))
         parts = [spread_windows(split, seq_len, share, shards) for split, shards in zip(splits, bad, strict=True)]
@@ -103,6 +104,12 @@ class HeldOut:
                 sizes[number] *= _chosen_share(parts[number])
                 parts[number] = without_rejected(parts[number])
         return cls(np.concatenate(parts), sum(sizes), splits[0].manifest.eod_id, are_scored)
+
+
+def _long_enough(splits: Sequence[TokenSource], seq_len: int) -> list[TokenSource]:
+    """Return the splits that have a window; if none has one, those that have text."""
+    some = [split for split in splits if len(split)]
+    return [split for split in some if split.manifest.rows is not None or len(split) > seq_len] or some
 
 
 def _chosen_share(rows: Words) -> float:
@@ -161,10 +168,14 @@ class Evaluator:
         heartbeat: Heartbeat,
         progress: Progress,
     ):
-        """Raises: UserError if a source has held-out text, but less than a window."""
+        """Raises: UserError if sources have held-out text, but none has a window."""
         self._every, self._microbatch = run.evaluate.every_steps, plan.microbatch
         self._model, self._world, self._heartbeat, self._progress = model, world, heartbeat, progress
         splits = [source.held_out() for source in sources]
+        kept = _long_enough(splits, run.data.seq_len)
+        for split in (split for split in splits if len(split) and split not in kept):
+            few = f"{len(split)} tokens are held out, fewer than a sample has"
+            progress.say(f" evaluations leave out {split.name}: {few}", "yellow")
         self.held_out = self._read(splits, run)
         self.score: Score | None = None
         """The newest; None before the first, and without held-out text."""
