@@ -136,8 +136,22 @@ def test_text_is_prepared_with_the_tokenizer_of_the_weights_and_no_other(corpus,
     assert data.sources[0].manifest.tokenizer_sha256 == Manifest.load(corpus).tokenizer_sha256
 
 
+@pytest.mark.parametrize("objective", ["pretrain", "sft"])
+@pytest.mark.parametrize("spell", [str, lambda path: f"file://{path}"], ids=["folder", "url"])
+def test_no_new_tokenizer_is_trained_for_weights_that_lack_theirs(tmp_path, spell, objective):
+    (weights := tmp_path / "opt").mkdir()
+    for name in ("config.json", "vocab.json"):
+        (weights / name).write_text("{}")
+    data = {"sources": {}, "prepare": {"input": (str(SOURCES / "errors.py"),), "out": tmp_path / "new"}}
+    asked = run_config(tmp_path, data=data, model={"weights": spell(weights)}, train={"objective": objective})
+    with pytest.raises(UserError, match=r"opt: tokenizer\.json is not there, .*from_pretrained\('.*opt'\)\.save"):
+        resolve(asked, QUIET)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_adapter_alone_is_refused_as_weights_before_the_data_are_prepared(tmp_path, monkeypatch, rank):
+def test_an_adapter_alone_is_refused_as_weights_before_the_data_are_prepared(corpus, tmp_path, monkeypatch, rank):
+    shutil.copy(corpus / TOKENIZER, tmp_path)
     alone = SimpleNamespace(folder=tmp_path / "step-00000001", manifest=SimpleNamespace(base_sha256="5a"))
     monkeypatch.setattr(store, "find", lambda path, check: alone)
     data = {"sources": {}, "prepare": {"input": (str(SOURCES / "errors.py"),), "out": tmp_path / "new"}}

@@ -153,7 +153,8 @@ class Tokenizer:
             return cls(read_at_most(path, MOST_TOKENIZER_BYTES).decode(), str(path))
         except FileNotFoundError:
             raise UserError(
-                f"tokenizer = {path}: there is no such file. Name a tokenizer.json, or leave the key out to train one."
+                f"tokenizer = {path}: there is no such file. Name a tokenizer.json (transformers makes it of other "
+                "files: AutoTokenizer.from_pretrained(...).save_pretrained(...)), or leave the key out to train one."
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"tokenizer = {path}: cannot be read ({error}). Name a tokenizer.json file.") from None

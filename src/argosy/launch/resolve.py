@@ -197,14 +197,22 @@ def _with_what_to_prepare(run: RunConfig, theirs: bytes | None) -> RunConfig:
 def _with_tokenizer(run: RunConfig, tokenizer: bytes | None) -> RunConfig:
     """Return the run such that its text is prepared with the tokenizer of its weights, if it names no other.
 
-    That of a URL is kept in a folder beside the prepared data, with the chat template.
+    That of a URL is kept in a folder beside the prepared data, with the chat template. Raises: UserError if the weights
+    have none: a new one would give the text ids that mean something else to them.
     """
     prepare, weights = run.data.prepare, run.model.weights
     if not prepare.input or prepare.tokenizer or weights is None:
         return run
     folder = weights
-    if tokenizer is None and (run.train.objective == "pretrain" or is_url(weights)):
+    if tokenizer is None and (prepare.out / MANIFEST).exists():
         return run
+    if tokenizer is None:
+        raise UserError(
+            f"model.weights = {spelled(weights)}: {TOKENIZER} is not there, and the tokens of a new tokenizer mean "
+            "nothing to these weights. Name theirs in data.prepare.tokenizer. Of other files (tokenizer.model, "
+            f"vocab.json) transformers makes it: AutoTokenizer.from_pretrained({spelled(weights)!r})"
+            ".save_pretrained(FOLDER)"
+        )
     if tokenizer is not None and is_url(weights):
         folder = prepare.out.with_name(f"{prepare.out.name}-tokenizer")
         make_folder(folder)
