@@ -91,13 +91,13 @@ class ChatTemplate:
 
     def _try_marks(self) -> str:
         try:
-            return self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
+            return self.marked([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
         except BadRecord:
             return ""
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, opens_answer: bool = False) -> str:
         """Return the text of messages; opens_answer: with the opening of an answer after it. Raises: BadRecord."""
-        return self._text(messages, tools, opens_answer).replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
+        return self.marked(messages, tools, opens_answer).replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
 
     def spellings(self) -> str:
         """Return the template and short conversations in it: what it writes by itself is in one of them."""
@@ -110,9 +110,9 @@ class ChatTemplate:
 
     def turn_end(self, special: Collection[str]) -> str:
         """Return the text that ends an answer; empty if nothing follows one. special: tokens. Raises: BadRecord."""
-        tail = self._end.strip()
+        tail = self.end.strip()
         if not tail:  # GLM's ends with what begins the next message
-            return _first_of(special, self._before("user"))
+            return _first_of(special, self.before("user"))
         return _first_of(special, tail) or tail.partition("\n")[0]
 
     def conversation(self, conversation: Conversation, special: Collection[str] = ()) -> RenderedConversation:
@@ -120,134 +120,24 @@ class ChatTemplate:
 
         special: tokens that may end an answer.
         """
-        messages, tools = conversation.messages, conversation.tools
-        said = json.dumps(messages, ensure_ascii=False, default=str)
+        said = json.dumps(conversation.messages, ensure_ascii=False, default=str)
         if any(mark in said for mark in (BEGIN_ANSWER, END_ANSWER, SOME_ANSWER)):
             raise BadRecord(UNSHOWN_ANSWERS, "a message holds one of the characters U+FDD0 to U+FDD2")
-        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        learned = [n for n in numbers if n >= conversation.prompt and messages[n].get("weight", 1) != 0]
-        if not learned:
-            raise BadRecord(UNSHOWN_ANSWERS, "no answer is to be learned: each has weight 0")
-        marked = self._text(messages, tools)
-        text = marked.replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
-        if self.marks_answers:
-            places = self._by_marks(_marked(marked), text, messages, tools, numbers)
-        else:
-            text, places = self._by_prefixes(text, messages, tools, learned, special)
-        for number in learned:
-            if not _is_shown(messages[number], "".join(text[begin:end] for begin, end in places[number])):
-                raise BadRecord(
-                    UNSHOWN_ANSWERS, f"the chat template does not show where the answer in message {number} is"
-                )
-        answers = [place for number in learned for place in places[number]]
-        return RenderedConversation(text, answers, [places[number][-1][1] for number in learned])
-
-    def _by_marks(
-        self,
-        found: list[tuple[int, int]],
-        text: str,
-        messages: list[Message],
-        tools: list[Any] | None,
-        numbers: list[int],
-    ) -> dict[int, list[tuple[int, int]]]:
-        if len(found) < len(numbers):
-            raise BadRecord(
-                UNSHOWN_ANSWERS, f"the chat template marks {len(found)} answers, and there are {len(numbers)}"
-            )
-        if len(found) == len(numbers):
-            return {number: [place] for number, place in zip(numbers, found, strict=True)}
-        # A message's reasoning, text and calls, or the end of all, are marked apart.
-        openings = [self.render(messages[:number], tools, opens_answer=True) for number in numbers]
-        begins = [_same_letters(opening, text) for opening in openings]
-        at = [max(0, bisect_right(begins, begin) - 1) for begin, _ in found]
-        return {n: [place for place, i in zip(found, at, strict=True) if i == k] for k, n in enumerate(numbers)}
-
-    def _by_prefixes(
-        self,
-        text: str,
-        messages: list[Message],
-        tools: list[Any] | None,
-        numbers: list[int],
-        special: Collection[str],
-    ) -> tuple[str, dict[int, list[tuple[int, int]]]]:
-        """Return the text, with each answer as it is written when it is the last, and the answers' places."""
-        places, written, at = dict[int, list[tuple[int, int]]](), "", 0
-        for number in numbers:
-            prompt = self.render(messages[:number], tools, opens_answer=True)
-            whole = self._up_to(number, text, messages, tools)
-            begin, end, opening, said = len(prompt), len(whole), "", whole[len(prompt) :]
-            if whole.startswith(prompt) and text.startswith(whole):
-                kept = said.rstrip()  # a line's end after the token that ends a turn is the template's
-                if len(kept) > len(messages[number]["content"].strip()) and kept.endswith((">", "]", "|")):
-                    end, said = len(prompt) + len(kept), kept
-            else:
-                begin, end, opening, said = self._as_last(number, at, prompt, text, messages, tools, special)
-            if not any(said.rstrip().endswith(token) for token in special):  # GLM: what begins the next message
-                follows = "tool" if messages[number].get("tool_calls") else "user"
-                token = _first_of(special, text[end:] or self._before(follows))
-                end, said = end + len(token), said + token
-            written += text[at:begin] + opening
-            places[number] = [(len(written), len(written) + len(said))]
-            written, at = written + said, end
-        return written + text[at:], places
+        return _AnswerFinder(self, conversation, special).found()
 
     @cached_property
-    def _end(self) -> str:
+    def end(self) -> str:
         """The text after the last answer. Raises: BadRecord if a plain conversation is refused."""
         return self.render(PLAIN).rpartition(SOME_ANSWER)[2]
 
-    def _before(self, role: str) -> str:
+    def before(self, role: str) -> str:
         """Return what is written between an answer and a message of such a role; empty if that is refused."""
         with suppress(BadRecord):
             return self.render([*PLAIN, {"role": role, "content": "a"}]).rpartition(SOME_ANSWER)[2]
         return ""
 
-    def _as_last(
-        self,
-        number: int,
-        at: int,
-        prompt: str,
-        text: str,
-        messages: list[Message],
-        tools: list[Any] | None,
-        special: Collection[str],
-    ) -> tuple[int, int, str, str]:
-        """Return where an answer begins and ends in the text, and what is to stand there: what the prompt opens of it,
-        and the rest, as it is written when it is the last. at: where the answer before it ends. Raises: BadRecord if
-        the template does not show it.
-        """
-        after, other = self._end, PLAIN[1]
-        last = self.render(messages[: number + 1], tools)
-        changed = self.render([*messages[:number], other, *messages[number + 1 :]], tools)
-        head, mark, rest = changed.partition(SOME_ANSWER)
-        opened = prompt[_same_letters(prompt, self.render(messages[:number], tools)) :]
-        before = text[: _same_letters(text, head)]
-        # What opens reasoning may be missing where others follow, or be written in another way.
-        found = before.rfind(opened.partition(BEGIN_OF_REASONING)[0], at)
-        header = _same_letters(before[found:], opened)
-        start = len(prompt) - len(opened) + header
-        is_shown = mark and last.startswith(prompt[:start]) and last.endswith(after) and text.endswith(rest)
-        if found < 0 or not is_shown:
-            raise BadRecord(
-                UNSHOWN_ANSWERS,
-                f"the chat template writes message {number} in another way when others follow; mark answers in it by "
-                "{% generation %} ... {% endgeneration %}",
-            )
-        said, content = last[start : len(last) - len(after)], messages[number]["content"]
-        if header < len(opened) and END_OF_REASONING in content and END_OF_REASONING not in said:
-            said = content  # the template opens reasoning that it leaves out of what was said
-        opening = said[: _same_letters(said, opened[header:])]
-        end, own_end, end_here = len(text) - len(rest), _first_of(special, after), _first_of(special, rest)
-        if not own_end and rest.startswith(after.rstrip()):
-            own_end = end_here = after.rstrip()
-        return found + header, end + len(end_here), opening, said[len(opening) :] + own_end
-
-    def _up_to(self, number: int, text: str, messages: list[Message], tools: list[Any] | None) -> str:
-        """Return the text of the messages up to one, without what ends all text if others follow (Phi-3's)."""
-        whole = self.render(messages[: number + 1], tools)
-        return whole if text.startswith(whole) else whole.removesuffix(self.special.get("eos_token", ""))
-
-    def _text(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool = False) -> str:
+    def marked(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool = False) -> str:
+        """Return the text as `render` does, with the marks of answers that the template sets. Raises: BadRecord."""
         if not any(message.get("tool_calls") for message in messages):
             return self._rendered(messages, tools, opens_answer)
         try:
@@ -304,6 +194,110 @@ class ChatTemplate:
                 f"{TOKENIZER}). Give {key}: a jinja file, or {' or '.join(BUILT_IN)}."
             )
         return made(text, str(beside / TOKENIZER_CONFIG))
+
+
+class _AnswerFinder:
+    """Finds the answers of one conversation in its text."""
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation, special: Collection[str]):
+        """special: as of `ChatTemplate.conversation`. Raises: BadRecord if no answer is to be learned."""
+        self._template, self._special = template, special
+        self._messages, self._tools = conversation.messages, conversation.tools
+        self._numbers = [n for n, message in enumerate(self._messages) if message["role"] == "assistant"]
+        self._learned = [
+            n for n in self._numbers if n >= conversation.prompt and self._messages[n].get("weight", 1) != 0
+        ]
+        if not self._learned:
+            raise BadRecord(UNSHOWN_ANSWERS, "no answer is to be learned: each has weight 0")
+        self._marked = template.marked(self._messages, self._tools)
+        self._text = self._marked.replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
+
+    def found(self) -> RenderedConversation:
+        """Return the text and the answers in it. Raises: BadRecord if they are not found."""
+        text, places = self._by_marks() if self._template.marks_answers else self._by_prefixes()
+        for number in self._learned:
+            if not _is_shown(self._messages[number], "".join(text[begin:end] for begin, end in places[number])):
+                raise BadRecord(
+                    UNSHOWN_ANSWERS, f"the chat template does not show where the answer in message {number} is"
+                )
+        answers = [place for number in self._learned for place in places[number]]
+        return RenderedConversation(text, answers, [places[number][-1][1] for number in self._learned])
+
+    def _by_marks(self) -> tuple[str, dict[int, list[tuple[int, int]]]]:
+        """Return the text, and the answers' places in it."""
+        found, text, numbers = _marked(self._marked), self._text, self._numbers
+        if len(found) < len(numbers):
+            raise BadRecord(
+                UNSHOWN_ANSWERS, f"the chat template marks {len(found)} answers, and there are {len(numbers)}"
+            )
+        if len(found) == len(numbers):
+            return text, {number: [place] for number, place in zip(numbers, found, strict=True)}
+        # A message's reasoning, text and calls, or the end of all, are marked apart.
+        openings = [self._before(number, opens_answer=True) for number in numbers]
+        begins = [_same_letters(opening, text) for opening in openings]
+        at = [max(0, bisect_right(begins, begin) - 1) for begin, _ in found]
+        return text, {n: [place for place, i in zip(found, at, strict=True) if i == k] for k, n in enumerate(numbers)}
+
+    def _by_prefixes(self) -> tuple[str, dict[int, list[tuple[int, int]]]]:
+        """Return the text, with each answer as it is written when it is the last, and the answers' places."""
+        text, messages, special = self._text, self._messages, self._special
+        places, written, at = dict[int, list[tuple[int, int]]](), "", 0
+        for number in self._learned:
+            prompt = self._before(number, opens_answer=True)
+            whole = self._before(number + 1)
+            if not text.startswith(whole):  # Phi-3's ends all text with what it leaves out where others follow
+                whole = whole.removesuffix(self._template.special.get("eos_token", ""))
+            begin, end, opening, said = len(prompt), len(whole), "", whole[len(prompt) :]
+            if whole.startswith(prompt) and text.startswith(whole):
+                kept = said.rstrip()  # a line's end after the token that ends a turn is the template's
+                if len(kept) > len(messages[number]["content"].strip()) and kept.endswith((">", "]", "|")):
+                    end, said = len(prompt) + len(kept), kept
+            else:
+                begin, end, opening, said = self._as_last(number, at, prompt)
+            if not any(said.rstrip().endswith(token) for token in special):  # GLM: what begins the next message
+                follows = "tool" if messages[number].get("tool_calls") else "user"
+                token = _first_of(special, text[end:] or self._template.before(follows))
+                end, said = end + len(token), said + token
+            written += text[at:begin] + opening
+            places[number] = [(len(written), len(written) + len(said))]
+            written, at = written + said, end
+        return written + text[at:], places
+
+    def _as_last(self, number: int, at: int, prompt: str) -> tuple[int, int, str, str]:
+        """Return where an answer begins and ends in the text, and what is to stand there: what the prompt opens of it,
+        and the rest, as it is written when it is the last. at: where the answer before it ends. Raises: BadRecord if
+        the template does not show it.
+        """
+        text, messages, special = self._text, self._messages, self._special
+        after, other = self._template.end, PLAIN[1]
+        last = self._before(number + 1)
+        changed = self._template.render([*messages[:number], other, *messages[number + 1 :]], self._tools)
+        head, mark, rest = changed.partition(SOME_ANSWER)
+        opened = prompt[_same_letters(prompt, self._before(number)) :]
+        before = text[: _same_letters(text, head)]
+        # What opens reasoning may be missing where others follow, or be written in another way.
+        found = before.rfind(opened.partition(BEGIN_OF_REASONING)[0], at)
+        header = _same_letters(before[found:], opened)
+        start = len(prompt) - len(opened) + header
+        is_shown = mark and last.startswith(prompt[:start]) and last.endswith(after) and text.endswith(rest)
+        if found < 0 or not is_shown:
+            raise BadRecord(
+                UNSHOWN_ANSWERS,
+                f"the chat template writes message {number} in another way when others follow; mark answers in it by "
+                "{% generation %} ... {% endgeneration %}",
+            )
+        said, content = last[start : len(last) - len(after)], messages[number]["content"]
+        if header < len(opened) and END_OF_REASONING in content and END_OF_REASONING not in said:
+            said = content  # the template opens reasoning that it leaves out of what was said
+        opening = said[: _same_letters(said, opened[header:])]
+        end, own_end, end_here = len(text) - len(rest), _first_of(special, after), _first_of(special, rest)
+        if not own_end and rest.startswith(after.rstrip()):
+            own_end = end_here = after.rstrip()
+        return found + header, end + len(end_here), opening, said[len(opening) :] + own_end
+
+    def _before(self, number: int, opens_answer: bool = False) -> str:
+        """Return the text of the messages before one. Raises: BadRecord."""
+        return self._template.render(self._messages[:number], self._tools, opens_answer)
 
 
 def _with_calls(message: Message, made: Callable[[Any], Any]) -> Message:
