@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from argosy.config.launch import SHORTEST_TOKEN
 from argosy.errors import UserError
+from argosy.processes.connection import BACKLOG, listener_of
 
 TOKEN_BYTES = 32
 WATCH_PORT = 8765
@@ -130,26 +131,12 @@ def listening(host: str, port: int | None, first: int = WATCH_PORT) -> socket.so
     tried = [port] if port is not None else [*range(first, first + PORTS_TRIED), 0]
     for each in tried:
         try:
-            return _bound(host, each)
+            return listener_of((host, each), BACKLOG)
         except OSError as problem:
             if problem.errno == errno.EADDRINUSE and port is None:
                 continue
             raise _cannot_listen(host, each, problem) from None
     raise AssertionError("port 0 is always free")
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    found = socket.socket(family, kind, protocol)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(256)
-        found.set_inheritable(False)
-    except BaseException:
-        found.close()
-        raise
-    return found
 
 
 def _cannot_listen(host: str, port: int, problem: OSError) -> UserError:

@@ -52,7 +52,7 @@ class EtcdLease:
         # The number makes the value this attempt's own: a repeated request whose first answer got lost finds itself.
         value = f"{me} {lease}"
         put = {"request_put": {"key": _coded(self._key), "value": _coded(value), "lease": lease}}
-        self._transact([self._has_revision(revision)], [put])
+        self._transact(revision, put)
         found, revision = self._read_raw()
         if found != value:
             return False
@@ -71,12 +71,12 @@ class EtcdLease:
     def check(self, generation: int) -> None:
         _, revision = self._held()
         put = {"request_put": {"key": _coded(self._generation_key), "value": _coded(f"{generation} {self.token}")}}
-        if not self._transact([self._has_revision(revision)], [put]):
+        if not self._transact(revision, put):
             raise LeaseLost("the lease has ended in etcd, or another coordinator has it")
 
     def release(self) -> None:
         _, revision = self._held()
-        self._transact([self._has_revision(revision)], [{"request_delete_range": {"key": _coded(self._key)}}])
+        self._transact(revision, {"request_delete_range": {"key": _coded(self._key)}})
 
     def _held(self) -> tuple[int, int]:
         lease, revision = map(int, self.token.split())
@@ -91,12 +91,10 @@ class EtcdLease:
         found = self._ask(lambda client: client.get(self._key, metadata=True))
         return (found[0][0].decode(errors="replace"), int(found[0][1]["mod_revision"])) if found else ("", 0)
 
-    def _has_revision(self, revision: int) -> dict[str, Any]:
-        """Return the condition that the holder's key was written last at `revision`; 0: that there is none."""
-        return {"key": _coded(self._key), "target": "MOD", "result": "EQUAL", "mod_revision": revision}
-
-    def _transact(self, conditions: list[dict[str, Any]], actions: list[dict[str, Any]]) -> bool:
-        request = {"compare": conditions, "success": actions, "failure": []}
+    def _transact(self, revision: int, action: dict[str, Any]) -> bool:
+        """Do it if the holder's key was written last at `revision`; 0: if there is none. Return True if it was done."""
+        is_unchanged = {"key": _coded(self._key), "target": "MOD", "result": "EQUAL", "mod_revision": revision}
+        request = {"compare": [is_unchanged], "success": [action], "failure": []}
         return bool(self._ask(lambda client: client.transaction(request).get("succeeded", False)))
 
     def _ask(self, question: Callable[[Any], T]) -> T:
