@@ -5,7 +5,8 @@ Examples:
   argosy checkpoint verify runs/demo                    read every byte back against its checksum
   argosy checkpoint prune runs/demo --keep-last 1       delete all but the newest
   argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
-  argosy checkpoint export runs/demo --out demo-gguf --format gguf    the same for llama.cpp
+  argosy checkpoint export runs/demo --out demo-gguf --format gguf --type q8_0    the same for llama.cpp
+  argosy checkpoint export runs/demo --out demo-int8 --format int8    linear layers in 8 bits, for vLLM
   argosy checkpoint import Qwen3-0.6B --out runs/qwen   a run folder to generate with, or to train from
   argosy checkpoint import hf://Qwen/Qwen3-0.6B --out runs/qwen   the same, from the hub
   argosy checkpoint list runs                           the adapters in a folder of runs
@@ -16,7 +17,6 @@ Examples:
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -28,8 +28,17 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from argosy.cli.documents import DryRun, WrittenFile, answer, show_dry_run, write
-from argosy.cli.options import PrintJson, RunPath, TrustCode, act, must_be_folder, must_be_folder_or_url, parse
-from argosy.data.stores.model_folder import ExportDtype, ExportFormat, GgufType
+from argosy.cli.options import (
+    PrintJson,
+    RunPath,
+    TrustCode,
+    about_action,
+    act,
+    must_be_folder,
+    must_be_folder_or_url,
+    parse,
+)
+from argosy.data.stores.model_folder import ExportDtype, ExportFormat, GgufType, refuse_existing
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.screen import Progress
@@ -167,12 +176,8 @@ def _list(argv: list[str]) -> int:
     was written, found whole, and not changed since by its files' lengths and times; `verify` reads every byte).
 
     Of a folder of runs, list those that train adapters.
-
-    Examples:
-      argosy checkpoint list runs/demo
-      argosy checkpoint list runs
     """
-    options = parse(argv, "argosy checkpoint list", LookOptions, inspect.getdoc(_list))
+    options = parse(argv, "argosy checkpoint list", LookOptions, about_action(_list))
     must_be_folder(options.path)
     checkpoints = _checkpoints(options.path)
     if not checkpoints and not (options.path / "run.toml").is_file():
@@ -240,14 +245,11 @@ def _line(row: ListedCheckpoint) -> str:
 def _verify(argv: list[str]) -> int:
     """Read every byte of a run's checkpoints, or of one, back against its checksum, and see that the files make up all
     tensors; exit code 1 if any is damaged. A whole one counts as verified from then on.
-
-    Example:
-      argosy checkpoint verify runs/demo
     """
     from argosy.checkpoint.checksums import DamagedCheckpoint
     from argosy.checkpoint.load import incomplete
 
-    options = parse(argv, "argosy checkpoint verify", LookOptions, inspect.getdoc(_verify))
+    options = parse(argv, "argosy checkpoint verify", LookOptions, about_action(_verify))
     must_be_folder(options.path)
     checkpoints = _checkpoints(options.path)
     if not checkpoints:
@@ -270,15 +272,11 @@ def _verify(argv: list[str]) -> int:
 
 
 def _prune(argv: list[str]) -> int:
-    """Delete a run's checkpoints except the newest ones. The newest verified one always stays.
-
-    Example:
-      argosy checkpoint prune runs/demo --keep-last 1
-    """
+    """Delete a run's checkpoints except the newest ones. The newest verified one always stays."""
     from argosy.checkpoint.store import VERIFIED_KEPT, prune
     from argosy.launch.run_folder import locked
 
-    options = parse(argv, "argosy checkpoint prune", PruneOptions, inspect.getdoc(_prune))
+    options = parse(argv, "argosy checkpoint prune", PruneOptions, about_action(_prune))
     must_be_folder(options.run_dir)
     if options.keep_last < 1 or options.keep_every < 0:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
@@ -300,14 +298,8 @@ def _export(argv: list[str]) -> int:
     gguf file, for llama.cpp; with a README.md that says how it was trained.
 
     An adapter is merged into the weights, or with --adapter written alone, in PEFT's format.
-
-    Examples:
-      argosy checkpoint export runs/demo --out demo-hf
-      argosy checkpoint export runs/demo --out demo-gguf --format gguf --type q8_0
-      argosy checkpoint export runs/demo --out demo-int8 --format int8
-      argosy checkpoint export runs/lora --out lora-peft --adapter
     """
-    options = parse(argv, "argosy checkpoint export", ExportOptions, inspect.getdoc(_export))
+    options = parse(argv, "argosy checkpoint export", ExportOptions, about_action(_export))
     must_be_folder(options.path)
     if options.adapter and (options.format != "safetensors" or options.type or options.dtype):
         raise UserError(
@@ -340,11 +332,8 @@ def _export(argv: list[str]) -> int:
 def _merge(argv: list[str]) -> int:
     """Write the adapter of a run, merged into its weights, as another run folder, to generate with, to train from, to
     export. Tensors are read and written one by one.
-
-    Example:
-      argosy checkpoint merge runs/lora --out runs/merged
     """
-    options = parse(argv, "argosy checkpoint merge", MergeOptions, inspect.getdoc(_merge))
+    options = parse(argv, "argosy checkpoint merge", MergeOptions, about_action(_merge))
     must_be_folder(options.path)
     if options.dry_run:
         return _would_write(options)
@@ -358,12 +347,8 @@ def _merge(argv: list[str]) -> int:
 def _import(argv: list[str]) -> int:
     """Turn a Hugging Face folder into a run folder, to generate with, or to train from (`model.weights`); with --base,
     an adapter in PEFT's format.
-
-    Examples:
-      argosy checkpoint import Qwen3-0.6B --out runs/qwen
-      argosy checkpoint import lora-peft --base runs/qwen --out runs/lora
     """
-    options = parse(argv, "argosy checkpoint import", ImportOptions, inspect.getdoc(_import))
+    options = parse(argv, "argosy checkpoint import", ImportOptions, about_action(_import))
     must_be_folder_or_url(options.folder)
     if options.dry_run:
         return _would_write(options)
@@ -384,7 +369,6 @@ def _would_write(options: ExportOptions | MergeOptions | ImportOptions) -> int:
 
     Raises: UserError if there is no checkpoint, or adapter, to write from, or `out` exists.
     """
-    from argosy.data.stores.model_folder import refuse_existing
     from argosy.inference.huggingface import check_adapter, check_format
     from argosy.inference.trained_model import open_checkpoint
 

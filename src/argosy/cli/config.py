@@ -4,7 +4,10 @@ Examples:
   argosy config show                                the built-in demo, every key with its meaning
   argosy config show run.toml --train.steps 100     a run file with one key changed
   argosy config show run.toml --json                the same for a program
+  argosy config show runs/mine                      what the run in this folder was started with
+  argosy config show --name mine > my.toml          a run file to start from
   argosy config schema > run.schema.json            for an editor that completes and checks run files
+  argosy config schema --of status                  of what a command prints with --json
   argosy config presets                             models, runs, devices and clusters that come with Argosy
   argosy config device mine --bf16-tflops 200 --memory-gb 32 --memory-gb-s 1000
                                                     a device that these lack, from its data sheet, as mine.toml
@@ -12,7 +15,6 @@ Examples:
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ import tyro
 from pydantic import ValidationError
 
 from argosy.cli.documents import DOCUMENTS, WrittenFile, answer, schema_of, write, write_file
-from argosy.cli.options import PrintJson, act, parse, parse_run
+from argosy.cli.options import PrintJson, about_action, act, parse, parse_run
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer, preset_names, preset_path
 from argosy.config.load import RUN_FILE, build
@@ -84,16 +86,10 @@ def main(argv: list[str]) -> int:
 def _show(argv: list[str]) -> None:
     """Show what a run comes to: every key with its value and its meaning, as a run file. It can be the start of one of
     your own.
-
-    Examples:
-      argosy config show                              the built-in demo
-      argosy config show run.toml --train.steps 100   a run file with one key changed
-      argosy config show runs/mine                    what the run in this folder was started with
-      argosy config show --name mine > my.toml        a run file to start from
     """
     if argv and (Path(argv[0]) / RUN_FILE).is_file():
         argv = [str(Path(argv[0]) / RUN_FILE), *argv[1:]]
-    options, run = parse_run(argv, "argosy config show", Options, inspect.getdoc(_show))
+    options, run = parse_run(argv, "argosy config show", Options, about_action(_show))
     if options.json:
         write("config-show", run)
     else:
@@ -103,25 +99,17 @@ def _show(argv: list[str]) -> None:
 def _schema(argv: list[str]) -> None:
     """Print the JSON schema of run files, for an editor that completes and checks them; or of what a command prints
     with --json.
-
-    Examples:
-      argosy config schema > run.schema.json
-      argosy config schema --of status
     """
     listed = [f"  {name:<24}  {each.about}{'; any number of lines' * each.is_many}" for name, each in DOCUMENTS.items()]
-    about = "\n".join([f"{inspect.getdoc(_schema)}\n\nDocuments:", *listed])
+    about = "\n".join([f"{about_action(_schema)}\n\nDocuments:", *listed])
     options = parse(argv, "argosy config schema", SchemaOptions, about)
     schema = RunConfig.model_json_schema() if options.of == "run" else schema_of(options.of)
     answer(options.json, "config-schema", json.dumps(schema, indent=2), schema)
 
 
 def _presets(argv: list[str]) -> None:
-    """List what comes with Argosy: models with their sizes, runs, devices and clusters.
-
-    Example:
-      argosy config presets
-    """
-    options = parse(argv, "argosy config presets", Options, inspect.getdoc(_presets))
+    """List what comes with Argosy: models with their sizes, runs, devices and clusters."""
+    options = parse(argv, "argosy config presets", Options, about_action(_presets))
     models = {name: parameters(_model(name)) for name in preset_names("models")}
     if options.json:
         write("config-presets", PresetNames(models, *(preset_names(kind) for kind in ("runs", "devices", "clusters"))))
@@ -146,11 +134,8 @@ def _presets(argv: list[str]) -> None:
 def _device(argv: list[str]) -> None:
     """Write a device that the catalogue lacks to a file, from the figures of its data sheet; `argosy plan --cluster
     8xFILE`, launch.cluster and `argosy probe --device` read it.
-
-    Example:
-      argosy config device mine --bf16-tflops 200 --memory-gb 32 --memory-gb-s 1000 --link-gb-s 64 --power-w 400
     """
-    options = parse(argv, "argosy config device", DeviceOptions, inspect.getdoc(_device))
+    options = parse(argv, "argosy config device", DeviceOptions, about_action(_device))
     try:
         device = options.device(options.name)
     except ValidationError as problem:

@@ -5,13 +5,14 @@ they were typed, so that a file and the command line are checked by the same rul
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import MISSING, field, fields, make_dataclass
 from functools import reduce
 from io import StringIO
@@ -71,8 +72,7 @@ def _paragraph(text: str, width: int) -> str:
 def _example(line: str, width: int) -> str:
     if len(line) <= width or not (parts := REMARK.match(line)):
         return line
-    margin = " " * 6
-    remark = textwrap.fill(parts[2], width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+    remark = textwrap.fill(parts[2], width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
     return f"{parts[1]}\n{remark}"
 
 
@@ -192,8 +192,7 @@ def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type
     A field of `section` may be `tyro.conf.Positional`. Paths are left as typed.
     """
     options, overrides = _parse(_helped(argv), prog, extra, section(), _description(extra))
-    source = Source(OPTION_MARK)
-    return options, build(section, {key_of(k): Setting(v, source) for k, v in overrides.items()})
+    return options, build(section, {key_of(k): Setting(v, Source(OPTION_MARK)) for k, v in overrides.items()})
 
 
 def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None = None) -> ExtraT:
@@ -202,10 +201,8 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
     about: the description in --help, in place of the docstring of the module that defines `options`.
     """
     found: ExtraT
-    unknown: list[str]
-    argv = _helped(argv)
+    argv = _with_plain_counts(_helped(argv), options)
     form = explained(options) if any(word in HELP_OPTIONS for word in argv) else options
-    argv = _with_plain_counts(argv, options)
     found, unknown = described(form, prog, about or _description(options), argv)
     _refuse(unknown, prog, options, Section)
     return found
@@ -220,6 +217,14 @@ def act(command: str, actions: Mapping[str, Callable[[list[str]], int | None]], 
     if argv[0] not in actions:
         raise UserError(f"{command} {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
     return actions[argv[0]](argv[1:]) or 0
+
+
+def about_action(action: Callable[..., object]) -> str:
+    """Return the description of an action in --help: its docstring, and those examples of its module that are its."""
+    module = sys.modules[action.__module__]
+    words = f"argosy {module.__name__.rpartition('.')[2]} {action.__name__.removeprefix('_')}"
+    examples = re.findall(rf"^  {words}\b.*(?:\n {{3,}}.*)*", module.__doc__ or "", re.M)
+    return "\n".join([inspect.getdoc(action) or "", "", "Examples:", *examples])
 
 
 def _helped(argv: list[str]) -> list[str]:
@@ -267,9 +272,8 @@ def _show_essential(prog: str, extra: type, run: RunConfig, about: str, shown: S
         value, option = getattr(section, name), dotted(key).replace("_", "-")
         leaf = _leaf(schema.model_fields[name], value, meanings(schema)[name], option)
         parts.append(("_".join(map(str, key)), leaf, field(default=_words(value))))
-    described(
-        _side_by_side(explained(extra), make_dataclass("Keys", parts)), prog, f"{about}\n\n{OTHER_OPTIONS}", ["--help"]
-    )
+    form = _side_by_side(explained(extra), make_dataclass("Keys", parts))
+    described(form, prog, f"{about}\n\n{OTHER_OPTIONS}", ["--help"])
 
 
 def _parse(
@@ -281,8 +285,6 @@ def _parse(
     typed = {key_of(word[2:].split("=")[0]) for word in argv if word.startswith("--")}
     form = _form(config, None if shown else typed)
     both = _side_by_side(explained(extra) if shown else extra, type(form))
-    found: Any
-    unknown: list[str]
     found, unknown = described(both, prog, about, argv)
     _refuse(unknown, prog, extra, type(config))
     return found.extra, dict(_changes(form, found.run, config, typed))
@@ -421,10 +423,8 @@ def _meaning(words: Any, info: FieldInfo) -> object:
 
 def _number(word: str) -> object:
     for kind in (int, float, count_of):
-        try:
+        with suppress(ValueError):
             return kind(word)
-        except ValueError:
-            continue
     return {"true": True, "false": False}.get(word.lower(), word)
 
 
