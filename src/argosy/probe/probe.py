@@ -201,18 +201,18 @@ class ProbeRequest:
     """Print nothing on the way."""
 
 
-def measure(asked: ProbeRequest, world: World) -> Cluster:
+def measure(request: ProbeRequest, world: World) -> Cluster:
     """Return the cluster that this world runs on; all its processes call it, and all get the same."""
-    progress = Progress(enabled=world.is_first and not asked.quiet)
+    progress = Progress(enabled=world.is_first and not request.quiet)
     began = time.monotonic()
 
     def say(stage: str) -> None:
         progress.say(f"{time.monotonic() - began:5.0f} s  {stage}")
 
-    run, machine = asked.run, machine_of(world)
+    run, machine = request.run, machine_of(world)
     tokens = max(1, PROBED_TOKENS[kind_of(world.device)] // run.data.seq_len) * run.data.seq_len
     cases = matmuls_to_measure(run.model, tokens, machine.kind)
-    slice_s = min(LONGEST_SLICE_S, COMPUTE_SHARE * asked.seconds / (len(cases) + 8))
+    slice_s = min(LONGEST_SLICE_S, COMPUTE_SHARE * request.seconds / (len(cases) + 8))
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "host": machine.hosts[0]}
     say(f"{len(cases)} matmuls of {run.model.preset or run.model.family} on {world.size} x {machine.kind}")
     found["matmuls"] = tuple(measure_matmuls(world, cases, slice_s))
@@ -225,14 +225,14 @@ def measure(asked: ProbeRequest, world: World) -> Cluster:
     found["compression"] = tuple(measure_compression(world, slice_s))
     if world.size > 1:
         say("collectives")
-        sizes, budget_s = PROBED_MESSAGE_BYTES[machine.kind], COLLECTIVES_SHARE * asked.seconds
+        sizes, budget_s = PROBED_MESSAGE_BYTES[machine.kind], COLLECTIVES_SHARE * request.seconds
         found["collectives"] = tuple(measure_collectives(world, machine.hosts, sizes, budget_s))
     say("disk and loader")
-    disk = measure_disk(world, asked.folder, DISK_FILE_BYTES)
+    disk = measure_disk(world, request.folder, DISK_FILE_BYTES)
     found |= {"disk_write_bytes_per_s": disk.write_bytes_per_s, "disk_read_bytes_per_s": disk.read_bytes_per_s}
-    found["loader_tokens_per_s"] = measure_loader(world, run, LOADER_SHARE * asked.seconds)
+    found["loader_tokens_per_s"] = measure_loader(world, run, LOADER_SHARE * request.seconds)
     say("done")
-    return as_cluster(asked.device, machine, Measurements(**found))
+    return as_cluster(request.device, machine, Measurements(**found))
 
 
 PROBE_MEMBER = ForkEntry("argosy.probe.probe")
@@ -253,13 +253,13 @@ def find_probed(launch: LaunchConfig) -> Devices:
     return replace(found, count=min(cores_here(), MOST_CPU_PROCESSES))
 
 
-def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
+def probe_here(request: ProbeRequest, processes: int) -> Cluster:
     """Measure this machine with this many processes, which are started for it and end with it.
 
     Raises: RunFailed if one of them dies; Interrupted after SIGTERM or SIGINT.
     """
     with interrupted_by_signals(), closing(LocalWorld(PROBE_MEMBER, processes, "the probe")) as world:
-        world.send("measure", data=[encode(asked, ProbeRequest)])
+        world.send("measure", data=[encode(request, ProbeRequest)])
         _, message = world.receive()  # of the first to finish; they all find the same
         return Cluster.model_validate_json(message["cluster"])
 
@@ -268,18 +268,18 @@ def main() -> None:
     """Run in each process that `probe_here` starts: measure, send the result, and end with the process that asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that asked decides
     client = channel_to_parent()
-    asked: ProbeRequest = decode(client.receive()["data"][0], ProbeRequest, "the probe")
+    request: ProbeRequest = decode(client.receive()["data"][0], ProbeRequest, "the probe")
     end_with_parent(client)
     with failure_told(client):
-        cluster = measure(asked, join_world(asked.run.launch))
+        cluster = measure(request, join_world(request.run.launch))
     client.send("measured", cluster=cluster.model_dump_json())
     leave_world()
 
 
-def probe_joined(asked: ProbeRequest) -> tuple[Cluster, World]:
+def probe_joined(request: ProbeRequest) -> tuple[Cluster, World]:
     """Measure in the world that RANK, WORLD_SIZE, ... describe; every process gets the cluster, and its own world."""
-    world = join_world(asked.run.launch)
+    world = join_world(request.run.launch)
     try:
-        return measure(asked, world), world
+        return measure(request, world), world
     finally:
         leave_world()

@@ -91,16 +91,16 @@ class QueryParameters:
         return self.number("from"), self.number("to")
 
 
-def _series(asked: QueryParameters, run: OpenRun) -> Any:
-    return _series_of(asked, run.reader)
+def _series(query: QueryParameters, run: OpenRun) -> Any:
+    return _series_of(query, run.reader)
 
 
-def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
-    points = asked.count("points", steps.STEP_SERIES_POINTS, steps.MOST_SERIES_POINTS)
-    return steps.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
+def _series_of(query: QueryParameters, run: RunReader | Preview) -> Any:
+    points = query.count("points", steps.STEP_SERIES_POINTS, steps.MOST_SERIES_POINTS)
+    return steps.series(run, query.words("keys") or ["loss"], *query.steps, points)
 
 
-def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
+def _evaluations(query: QueryParameters, run: OpenRun) -> Any:
     table = run.reader.evaluations
     tasks = {key: list(zip(*curve, strict=True)) for key, curve in run.reader.task_scores().items()}
     return {
@@ -112,29 +112,29 @@ def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
     }
 
 
-def _time(asked: QueryParameters, run: OpenRun) -> Any:
+def _time(query: QueryParameters, run: OpenRun) -> Any:
     return steps.step_parts(
-        run.reader, *asked.steps, asked.count("points", steps.STEP_SERIES_POINTS, steps.MOST_SERIES_POINTS)
+        run.reader, *query.steps, query.count("points", steps.STEP_SERIES_POINTS, steps.MOST_SERIES_POINTS)
     )
 
 
-def _ranks(asked: QueryParameters, run: OpenRun) -> Any:
-    rows = asked.count("rows", rank_view.SHOWN_ROWS, rank_view.MOST_SHOWN_ROWS)
-    columns = asked.count("points", rank_view.SHOWN_COLUMNS, rank_view.MOST_COLUMNS)
-    low, high = asked.number("rank_from"), asked.number("rank_to")
+def _ranks(query: QueryParameters, run: OpenRun) -> Any:
+    rows = query.count("rows", rank_view.SHOWN_ROWS, rank_view.MOST_SHOWN_ROWS)
+    columns = query.count("points", rank_view.SHOWN_COLUMNS, rank_view.MOST_COLUMNS)
+    low, high = query.number("rank_from"), query.number("rank_to")
     ranks = int(low or 0), None if high is None else int(high)
-    return rank_view.rank_map(run.reader, asked.text("key", rank_view.OWN_SERIES), *asked.steps, rows, columns, *ranks)
+    return rank_view.rank_map(run.reader, query.text("key", rank_view.OWN_SERIES), *query.steps, rows, columns, *ranks)
 
 
-def _events(asked: QueryParameters, run: OpenRun) -> Any:
+def _events(query: QueryParameters, run: OpenRun) -> Any:
     found = overview.run_timeline(run.reader)
-    events = list(shown_events(run.reader.events, found, asked.words("kinds") or None))
+    events = list(shown_events(run.reader.events, found, query.words("kinds") or None))
     phases = [asdict(stretch) for stretch in found.stretches]
     more = max(0, len(events) - EVENTS_IN_ANSWER)
     return {"events": events[more:], "goodput": overview.goodput(run.reader, found), "phases": phases, "more": more}
 
 
-def _advice(asked: QueryParameters, run: OpenRun) -> Any:
+def _advice(query: QueryParameters, run: OpenRun) -> Any:
     found = conclusions_of(run.reader)
     return {
         "advice": [asdict(advice) for advice in found.advice],
@@ -151,19 +151,19 @@ def _stops(found: StopsSoFar) -> Any:
 
 
 VIEWS: dict[str, View] = {
-    "status": lambda asked, run: status_of(run.reader, asked.text("since", "")).model_dump(),
+    "status": lambda query, run: status_of(run.reader, query.text("since", "")).model_dump(),
     "series": _series,
     "evaluations": _evaluations,
     "time": _time,
-    "memory": lambda asked, run: steps.memory(run.reader),
+    "memory": lambda query, run: steps.memory(run.reader),
     "ranks": _ranks,
-    "devices": lambda asked, run: rank_view.devices(run.reader, *asked.steps),
+    "devices": lambda query, run: rank_view.devices(run.reader, *query.steps),
     "events": _events,
-    "model": lambda asked, run: overview.model(run.reader, *asked.steps),
+    "model": lambda query, run: overview.model(run.reader, *query.steps),
     "advice": _advice,
-    "energy": lambda asked, run: overview.energy(run.reader, run.meter),
-    "profiles": lambda asked, run: overview.profiles(run.reader),
-    "log": lambda asked, run: overview.logs(run.reader),
+    "energy": lambda query, run: overview.energy(run.reader, run.meter),
+    "profiles": lambda query, run: overview.profiles(run.reader),
+    "log": lambda query, run: overview.logs(run.reader),
 }
 """The last part of an address -> what answers it."""
 
@@ -212,17 +212,17 @@ class Api:
         return await _answer(lambda: self._opened(run_id, lambda entry: overview.details(run_id, entry.reader)))
 
     async def view(self, view: View, request: Request) -> Response:
-        asked, run_id = QueryParameters(request), request.path_params["run_id"]
-        return await _answer(lambda: self._opened(run_id, partial(view, asked)))
+        query, run_id = QueryParameters(request), request.path_params["run_id"]
+        return await _answer(lambda: self._opened(run_id, partial(view, query)))
 
     async def preview(self, request: Request) -> Response:
         """Answer /api/runs/ID/preview: `series`, out of some lines if the run is long and not read yet."""
-        asked, run_id = QueryParameters(request), request.path_params["run_id"]
+        query, run_id = QueryParameters(request), request.path_params["run_id"]
 
         def previewed() -> Any:
             if (found := self._library.preview(run_id)) is not None:
-                return _series_of(asked, found)
-            return self._opened(run_id, partial(_series, asked))
+                return _series_of(query, found)
+            return self._opened(run_id, partial(_series, query))
 
         return await _answer(previewed)
 

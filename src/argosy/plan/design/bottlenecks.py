@@ -109,15 +109,15 @@ def training_along(training: TrainingSweep, trained: TrainedPoints, axis: str) -
 
 def serving_along(serving: ServingSweep, served: Served, axis: str) -> list[Stop]:
     """Return the time of a token in decode along a figure, each value with its best way to serve."""
-    points, asked, stops = serving.points, serving.asked, []
+    points, space, stops = serving.points, serving.space, []
     for row in rows_along(points, axis):
         if served.way[row] < 0:
             continue
         weights, tp, sequences = served.ways[served.way[row]]
         model = serving.model(weights, float(tp), slice(row, row + 1))
-        rates, load = model.rates, ServingLoad(float(sequences), asked.prompt, asked.output)
+        rates, load = model.rates, ServingLoad(float(sequences), space.prompt, space.output)
         total = float(model.latencies(load).tpot_s[0])
-        decode = model.decode_parts(float(sequences), asked.prompt + asked.output / 2)
+        decode = model.decode_parts(float(sequences), space.prompt + space.output / 2)
         parts = {name: float(np.ravel(part)[0]) / total for name, part in decode.items()}
         parts["prefill of others"] = max(0.0, 1 - sum(parts.values()))
 

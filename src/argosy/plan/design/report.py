@@ -119,19 +119,19 @@ def _passes(
         layout = training.plan_of(number_format, text)
         work = training.costs.workload
         tp, size = float(layout.tp[0]), float(layout.microbatch[0])
-        tokens = size * training.asked.seq_len / float(layout.cp[0])
+        tokens = size * training.space.seq_len / float(layout.cp[0])
         span = float(work.attention_span / (1 - work.delta_share))  # of the layers that have attention
-        attention = attention_of(work, size, training.asked.seq_len / float(layout.cp[0]), span, tp)
+        attention = attention_of(work, size, training.space.seq_len / float(layout.cp[0]), span, tp)
         yield "training", number_format, [*matmuls_of(work, tokens, tokens, tp), *attention]
     if serving is not None and served is not None and served.way[row] >= 0:
         weights, degree, sequences = served.ways[served.way[row]]
         wanted, work = weights if weights in ("fp8", "fp4") else "bf16", serving.costs.workload
-        asked, tp = serving.asked, float(degree)
+        space, tp = serving.space, float(degree)
         has_attention = 1 - float(work.delta_share)
-        span = asked.prompt * float(work.attention_span / work.seq_len) / has_attention  # windows see less than half
-        attention = attention_of(work, 1, asked.prompt, span, tp)
-        yield "prefill", wanted, [*matmuls_of(work, asked.prompt, 1, tp), *attention]
-        cached = (asked.prompt + asked.output / 2) * float(work.cached_share) / has_attention
+        span = space.prompt * float(work.attention_span / work.seq_len) / has_attention  # windows see less than half
+        attention = attention_of(work, 1, space.prompt, span, tp)
+        yield "prefill", wanted, [*matmuls_of(work, space.prompt, 1, tp), *attention]
+        cached = (space.prompt + space.output / 2) * float(work.cached_share) / has_attention
         attention = attention_of(work, sequences, 1, cached, tp)
         yield "decode", wanted, [*matmuls_of(work, sequences, sequences, tp), *attention]
 

@@ -71,13 +71,13 @@ class Speedup:
 
 def speedups(space: DesignSpace) -> list[Speedup]:
     """Return the speed-ups that a space asks for. Raises: UserError if a device cannot do the work at all."""
-    asked = space.speedup
-    if asked is None:
+    pair = space.speedup
+    if pair is None:
         return []
-    before, after = find_device(asked.before), find_device(asked.after)
+    before, after = find_device(pair.before), find_device(pair.after)
     found = []
     if space.train is not None:
-        found.append(_training(space.train, asked, before, after))
+        found.append(_training(space.train, pair, before, after))
     if space.serve is not None:
         found.append(_serving(space.serve, before, after))
     return found
@@ -122,10 +122,10 @@ def _ratio(device: Device, number_format: str) -> float:
     return device.matmul_flops_per_s(wider) / device.matmul_flops_per_s(half)
 
 
-def _training(asked: TrainSpace, pair: SpeedupSpace, before: Device, after: Device) -> Speedup:
-    batches = (pair.before_batch or asked.global_batch, pair.after_batch or asked.global_batch)
-    formats = (_best_format(before, asked.precision), _best_format(after, asked.precision))
-    costs = [[_costs(asked, device, batch) for batch in batches] for device in (before, after)]
+def _training(space: TrainSpace, pair: SpeedupSpace, before: Device, after: Device) -> Speedup:
+    batches = (pair.before_batch or space.global_batch, pair.after_batch or space.global_batch)
+    formats = (_best_format(before, space.precision), _best_format(after, space.precision))
+    costs = [[_costs(space, device, batch) for batch in batches] for device in (before, after)]
     rates = (costs[0][0].rates, costs[1][0].rates)
     half = "bf16" if "bf16" in before.formats and "bf16" in after.formats else "fp16"
 
@@ -139,7 +139,7 @@ def _training(asked: TrainSpace, pair: SpeedupSpace, before: Device, after: Devi
         found = search(replace(own, rates=searched), {"precision": (half,)})
         if not len(found):
             raise UserError(
-                f"speedup: {asked.model} does not fit {asked.devices} devices with the memory of "
+                f"speedup: {space.model} does not fit {space.devices} devices with the memory of "
                 f"{(after if 'capacity' in later else before).name}. Give more train.devices."
             )
         plan = found.plans[np.array([int(np.argmin(found.step_s))])]
@@ -147,26 +147,26 @@ def _training(asked: TrainSpace, pair: SpeedupSpace, before: Device, after: Devi
             plan = replace(plan, precision=column_of("precision", ["fp8"]))
         model = StepModel(plan, own.workload, mixed, own.system, own.constants, own.compression)
         step_s = float(np.asarray(model.predict().total)[0])
-        return own.run.tokens_per_step / step_s / asked.devices
+        return own.run.tokens_per_step / step_s / space.devices
 
     factors = [factor for factor in SPEEDUP_FACTORS if _differs(factor, rates, formats, batches)]
     ends = speed(frozenset()), speed(frozenset(factors))
     return Speedup("training", before.name, after.name, formats, ends, shares(factors, speed))
 
 
-def _costs(asked: TrainSpace, device: Device, batch: int) -> CostModel:
-    request = of_model(asked.model, Cluster.of(device, asked.devices), Question(batch, asked.seq_len, asked.tokens))
+def _costs(space: TrainSpace, device: Device, batch: int) -> CostModel:
+    request = of_model(space.model, Cluster.of(device, space.devices), Question(batch, space.seq_len, space.tokens))
     return CostModel.of(request.run, request.cluster)
 
 
-def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
-    question = Question(seq_len=asked.prompt + asked.output, serving=True)
+def _serving(space: ServeSpace, before: Device, after: Device) -> Speedup:
+    question = Question(seq_len=space.prompt + space.output, serving=True)
     clusters = [Cluster.of(device, device.devices_per_node) for device in (before, after)]
-    requests = [of_model(asked.model, cluster, question) for cluster in clusters]
+    requests = [of_model(space.model, cluster, question) for cluster in clusters]
     costs = [CostModel.of(request.run, request.cluster) for request in requests]
     rates = (costs[0].rates, costs[1].rates)
-    _, constants, options = ServingSoftware.of(asked.engine, before, "serve.engine =")
-    formats = (_best_format(before, asked.weights), _best_format(after, asked.weights))
+    _, constants, options = ServingSoftware.of(space.engine, before, "serve.engine =")
+    formats = (_best_format(before, space.weights), _best_format(after, space.weights))
 
     @cache
     def speed(later: frozenset[str]) -> float:
@@ -174,15 +174,15 @@ def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
         mixed = _mixed(rates, later, _ratio(after if "format" in later else before, weights))
         flops = mixed.half * mixed.achieved_half if weights == "bf16" else mixed.narrow * mixed.achieved_narrow
         best = 0.0
-        for tp in degrees_of(asked, requests[0].run.model):
-            form = Formats(BYTES_OF_WEIGHT[weights], CACHES[asked.kv_cache], flops, float(weights != "bf16"))
+        for tp in degrees_of(space, requests[0].run.model):
+            form = Formats(BYTES_OF_WEIGHT[weights], CACHES[space.kv_cache], flops, float(weights != "bf16"))
             model = ServingModel(costs[0].workload, mixed, ReplicaCut(float(tp)), form, constants, options=options)
-            for sequences in asked.sequences:
-                _, each, ok = served(model, asked, tp, sequences, np.asarray(mixed.node))
+            for sequences in space.sequences:
+                _, each, ok = served(model, space, tp, sequences, np.asarray(mixed.node))
                 best = max(best, float(np.where(ok, each, 0.0)))
         if not best:
             raise UserError(
-                f"speedup: {asked.model} in {weights} has no replica of up to {max(asked.tp)} devices with the memory "
+                f"speedup: {space.model} in {weights} has no replica of up to {max(space.tp)} devices with the memory "
                 f"of {(after if 'capacity' in later else before).name} in time. Give a larger serve.tp, fewer bits or "
                 "a larger serve.tpot_ms or serve.ttft_ms."
             )

@@ -107,10 +107,10 @@ def drawn_w(points: Points, pue: float) -> Floats:
     return np.asarray(points.power_w * ratio * float(DRAW.mid) * pue)
 
 
-def _request(table: str, model: str, cluster: Cluster, asked: Question) -> tuple[CostModel, Any]:
+def _request(table: str, model: str, cluster: Cluster, question: Question) -> tuple[CostModel, Any]:
     """Return the cost model of a model on the base device, and the request. Raises: UserError by the file's keys."""
     try:
-        request = of_model(model, cluster, asked)
+        request = of_model(model, cluster, question)
     except UserError as error:
         text = in_keys(str(error), f"{table}.")
         raise UserError(text if text.startswith(f"{table}.") else f"[{table}] {text}") from None
@@ -120,12 +120,12 @@ def _request(table: str, model: str, cluster: Cluster, asked: Question) -> tuple
 class TrainingSweep:
     """One training, on any point of a space."""
 
-    def __init__(self, asked: TrainSpace, points: Points, pue: float):
-        self.asked, self.points, self.pue = asked, points, pue
-        question = Question(asked.global_batch, asked.seq_len, asked.tokens)
-        cluster = Cluster.of(points.base, asked.devices)
-        self.costs, self.request = _request("train", asked.model, cluster, question)
-        self.formats = [fmt for fmt in asked.precision if fmt == "bf16" or points.computed(fmt) == fmt] or ["bf16"]
+    def __init__(self, space: TrainSpace, points: Points, pue: float):
+        self.space, self.points, self.pue = space, points, pue
+        question = Question(space.global_batch, space.seq_len, space.tokens)
+        cluster = Cluster.of(points.base, space.devices)
+        self.costs, self.request = _request("train", space.model, cluster, question)
+        self.formats = [fmt for fmt in space.precision if fmt == "bf16" or points.computed(fmt) == fmt] or ["bf16"]
 
     def costs_of(self, row: int, number_format: str) -> CostModel:
         """Return the cost model of one point, for a search: in bf16, at the rate of the format."""
@@ -193,7 +193,7 @@ class TrainingSweep:
                     best.add(self.found_for(row, number_format))
         if not best.ways:
             raise UserError(
-                f"train.devices = {self.asked.devices}: {self.asked.model} fits on no device of the space. Give more "
+                f"train.devices = {self.space.devices}: {self.space.model} fits on no device of the space. Give more "
                 "devices, or devices with more memory."
             )
         best.evaluate()
@@ -222,8 +222,8 @@ class TrainingSweep:
         plans: tuple[tuple[str, str], ...],
         regret: float,
     ) -> TrainedPoints:
-        model = WholeRunModel(self.request.run, self.request.cluster, self.costs, self.asked.tokens)
-        used = np.full(len(step_s), self.asked.devices)
+        model = WholeRunModel(self.request.run, self.request.cluster, self.costs, self.space.tokens)
+        used = np.full(len(step_s), self.space.devices)
         failures = model.failures(used, np.nan_to_num(step_s, nan=1.0))
         made = model.whole(layouts, used, Estimate.exactly(step_s), failures)
         hours = np.asarray(made.device_hours.mid)
@@ -286,41 +286,41 @@ class _Best:
 class ServingSweep:
     """One service, on any point of a space."""
 
-    def __init__(self, asked: ServeSpace, points: Points, pue: float):
-        self.asked, self.points, self.pue = asked, points, pue
-        question = Question(seq_len=asked.prompt + asked.output, serving=True)
-        self.costs, self.request = _request("serve", asked.model, Cluster.of(points.base, 1), question)
-        self.software = ServingSoftware.of(asked.engine, points.base, "serve.engine =")
-        self.tps = degrees_of(asked, self.request.run.model)
-        self.ways = tuple((w, tp, n) for w in asked.weights for tp in self.tps for n in asked.sequences)
+    def __init__(self, space: ServeSpace, points: Points, pue: float):
+        self.space, self.points, self.pue = space, points, pue
+        question = Question(seq_len=space.prompt + space.output, serving=True)
+        self.costs, self.request = _request("serve", space.model, Cluster.of(points.base, 1), question)
+        self.software = ServingSoftware.of(space.engine, points.base, "serve.engine =")
+        self.tps = degrees_of(space, self.request.run.model)
+        self.ways = tuple((w, tp, n) for w in space.weights for tp in self.tps for n in space.sequences)
 
     def model(self, weights: str, tp: float, rows: Any = slice(None), networks: Any = None) -> ServingModel:
         """Return the planner's model of a replica on columns of devices (`Points.rates`)."""
-        points, asked = self.points, self.asked
+        points, space = self.points, self.space
         wanted = weights if weights in ("fp8", "fp4") else "bf16"
         computed = points.computed(wanted)
         rates = points.rates("fp8", rows, networks)
         flops = points.flops_per_s[computed][rows] * points.achieved[computed][rows]
         is_narrow = float(computed in ("fp8", "fp4"))
-        formats = Formats(BYTES_OF_WEIGHT[weights], CACHES[asked.kv_cache], flops, is_narrow)
+        formats = Formats(BYTES_OF_WEIGHT[weights], CACHES[space.kv_cache], flops, is_narrow)
         _, constants, options = self.software
         return ServingModel(self.costs.workload, rates, ReplicaCut(tp), formats, constants, options=options)
 
     def swept(self) -> Served:
         """Return the best way to serve on each device. Raises: UserError if the work fits none within its limits."""
-        points, asked, n = self.points, self.asked, len(self.points)
+        points, space, n = self.points, self.space, len(self.points)
         score, way = np.full(n, -np.inf), np.full(n, -1)
         kept = np.full((3, n), np.nan)
         for block in points.blocks(POINTS_AT_ONCE):
             rows = block.rows
             models = {
-                (w, tp): self.model(w, float(tp), block.chips, block.networks) for w in asked.weights for tp in self.tps
+                (w, tp): self.model(w, float(tp), block.chips, block.networks) for w in space.weights for tp in self.tps
             }
             for place, (weights, tp, sequences) in enumerate(self.ways):
                 model = models[weights, tp]
-                found, *reach = served(model, asked, tp, sequences, points.node[block.networks])
+                found, *reach = served(model, space, tp, sequences, points.node[block.networks])
                 ttft_s, tpot_s, each, ok = map(block.flat, (found.ttft_s, found.tpot_s, *reach))
-                reached = np.where(ok, each if asked.objective == "throughput" else -tpot_s, -np.inf)
+                reached = np.where(ok, each if space.objective == "throughput" else -tpot_s, -np.inf)
                 better = reached > score[rows]
                 score[rows] = np.where(better, reached, score[rows])
                 way[rows] = np.where(better, place, way[rows])
@@ -341,14 +341,14 @@ class ServingSweep:
 
     def _nothing_serves(self) -> str:
         """Say what comes nearest to the limits of a service that no device keeps."""
-        asked = self.asked
-        limits = {key: value for key in ("tpot_ms", "ttft_ms") if (value := getattr(asked, key)) is not None}
+        space = self.space
+        limits = {key: value for key in ("tpot_ms", "ttft_ms") if (value := getattr(space, key)) is not None}
         if not limits:
             return (
-                f"serve.sequences = {list(asked.sequences)}: {asked.model} with so many requests fits on no device of "
+                f"serve.sequences = {list(space.sequences)}: {space.model} with so many requests fits on no device of "
                 f"the space with serve.tp = {self.tps}. Give more tp, narrower weights, or more memory."
             )
-        free = asked.model_copy(update={"tpot_ms": None, "ttft_ms": None, "objective": "latency"})
+        free = space.model_copy(update={"tpot_ms": None, "ttft_ms": None, "objective": "latency"})
         found = ServingSweep(free, self.points, self.pue).swept()
         reached = {"tpot_ms": found.tpot_s * 1e3, "ttft_ms": found.ttft_s * 1e3}
         row = int(np.nanargmin(np.max([reached[key] / limit for key, limit in limits.items()], axis=0)))
@@ -362,27 +362,27 @@ class ServingSweep:
         )
 
 
-def degrees_of(asked: ServeSpace, model: ModelConfig) -> list[int]:
+def degrees_of(space: ServeSpace, model: ModelConfig) -> list[int]:
     """Return the degrees of tensor parallelism that the model can be cut by. Raises: UserError if there is none."""
     parts = tensor_parts(model)
-    if not (found := [tp for tp in asked.tp if parts % tp == 0]):
+    if not (found := [tp for tp in space.tp if parts % tp == 0]):
         raise UserError(
-            f"serve.tp = {list(asked.tp)}: none divides the heads and feed-forwards of all layers ({parts}). Try 1, 2, "
+            f"serve.tp = {list(space.tp)}: none divides the heads and feed-forwards of all layers ({parts}). Try 1, 2, "
             "4 or 8."
         )
     return found
 
 
 def served(
-    model: ServingModel, asked: ServeSpace, tp: int, sequences: int, node: Floats
+    model: ServingModel, space: ServeSpace, tp: int, sequences: int, node: Floats
 ) -> tuple[Latencies, Floats, NDArray[np.bool_]]:
     """Return latencies, output tokens a second of a device, and where a replica of tp devices serves so many requests
     at a time: memory and node (devices that the fast link joins) hold them, and the limits are kept."""
-    load = ServingLoad(float(sequences), asked.prompt, asked.output)
+    load = ServingLoad(float(sequences), space.prompt, space.output)
     found = model.latencies(load)
-    ok = (sequences <= model.room(asked.prompt + asked.output / 2)) & (tp <= node)
-    ok &= found.tpot_s * 1e3 <= (asked.tpot_ms or np.inf)
-    ok &= found.ttft_s * 1e3 <= (asked.ttft_ms or np.inf)
+    ok = (sequences <= model.room(space.prompt + space.output / 2)) & (tp <= node)
+    ok &= found.tpot_s * 1e3 <= (space.tpot_ms or np.inf)
+    ok &= found.ttft_s * 1e3 <= (space.ttft_ms or np.inf)
     return found, found.reached(load) / tp, ok
 
 

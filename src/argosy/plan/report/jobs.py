@@ -89,13 +89,13 @@ class JobSchedule:
     """Name -> share of its device-hours until then that jobs use."""
 
 
-def scheduled(asked: JobsFile, request_of: Callable[[JobSpec, ClusterSpec], PlanRequest], path: Path) -> JobSchedule:
+def scheduled(file: JobsFile, request_of: Callable[[JobSpec, ClusterSpec], PlanRequest], path: Path) -> JobSchedule:
     """Return the schedule. Raises: UserError if a cluster is not known, or a job fits none that it may run on.
 
     request_of: returns the request to the planner about a job on a cluster; path: the file, for errors.
     """
     places = {}
-    for i, spec in enumerate(asked.clusters):
+    for i, spec in enumerate(file.clusters):
         try:
             places[spec.name] = Cluster.parse(spec.cluster)
         except UserError as error:
@@ -103,13 +103,13 @@ def scheduled(asked: JobsFile, request_of: Callable[[JobSpec, ClusterSpec], Plan
     currencies = {place.currency for place in places.values()}
     if len(currencies) > 1:
         raise UserError(f"{path}: clusters have prices in {', '.join(sorted(currencies))}. Give all in one currency.")
-    choices = {job.name: _choices(i, asked, places, request_of, path) for i, job in enumerate(asked.jobs)}
-    jobs = {job.name: _planned(job, choices[job.name]) for job in asked.jobs}
+    choices = {job.name: _choices(i, file, places, request_of, path) for i, job in enumerate(file.jobs)}
+    jobs = {job.name: _planned(job, choices[job.name]) for job in file.jobs}
     devices = {name: place.devices for name, place in places.items()}
     found = schedule(list(jobs.values()), devices)
     drawn = _drawn(jobs, devices, found, choices)
     shown = [
-        _shown(each, asked, jobs[each.job], choices[each.job][each.cluster], places[each.cluster], drawn[:, i], rank)
+        _shown(each, file, jobs[each.job], choices[each.job][each.cluster], places[each.cluster], drawn[:, i], rank)
         for i, (each, rank) in enumerate(zip(found, _ranks(found), strict=True))
     ]
     end_s = max(each.end_s for each in found)
@@ -121,7 +121,7 @@ def scheduled(asked: JobsFile, request_of: Callable[[JobSpec, ClusterSpec], Plan
         currency=next(iter(currencies)),
         end_s=end_s,
         late_cost=sum(job.late_cost or 0.0 for job in shown),
-        once=tuple(_once(asked, [job.cluster for job in shown])),
+        once=tuple(_once(file, [job.cluster for job in shown])),
         used={name: hours * 3600 / end_s / devices[name] for name, hours in used.items()},
     )
 
@@ -137,16 +137,16 @@ class JobChoices:
 
 def _choices(
     index: int,
-    asked: JobsFile,
+    file: JobsFile,
     places: Mapping[str, Cluster],
     request_of: Callable[[JobSpec, ClusterSpec], PlanRequest],
     path: Path,
 ) -> dict[str, JobChoices]:
     """Return the sizes that a job could have on each cluster; those on which nothing fits are left out."""
-    job = asked.jobs[index]
+    job = file.jobs[index]
     found: dict[str, JobChoices] = {}
     problems, blamed = [], ""
-    for spec in asked.clusters:
+    for spec in file.clusters:
         if job.clusters and spec.name not in job.clusters:
             continue
         try:
@@ -230,15 +230,15 @@ def _ranks(found: Sequence[JobPlacement]) -> list[int]:
 
 def _shown(
     each: JobPlacement,
-    asked: JobsFile,
+    file: JobsFile,
     job: PlannedJob,
     choice: JobChoices,
     cluster: Cluster,
     ends: np.ndarray[tuple[int], np.dtype[np.float64]],
     rank: int,
 ) -> ScheduledJob:
-    spec = next(one for one in asked.jobs if one.name == each.job)
-    place = next(one for one in asked.clusters if one.name == each.cluster)
+    spec = next(one for one in file.jobs if one.name == each.job)
+    place = next(one for one in file.clusters if one.name == each.cluster)
     late_s = np.maximum(0.0, ends - job.deadline_s)
     low, high = np.quantile(ends, (0.05, 0.95))
     hours = sum((stint.end_s - stint.begin_s) / 3600 * stint.devices for stint in each.stints)
@@ -336,10 +336,10 @@ def after_now(seconds: float) -> str:
     return f"+{seconds / 3600:.1f} h" if seconds < 2 * DAY else f"+{seconds / DAY:.1f} d"
 
 
-def _once(asked: JobsFile, used: Sequence[str]) -> list[str]:
+def _once(file: JobsFile, used: Sequence[str]) -> list[str]:
     """Return what Kubernetes and Ray must be told once. used: the cluster of each job."""
     lines = []
-    for place in asked.clusters:
+    for place in file.clusters:
         many = used.count(place.name)
         if place.on == "kubernetes" and many:
             lines.append(

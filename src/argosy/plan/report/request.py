@@ -85,31 +85,31 @@ def in_keys(text: str, prefix: str = "") -> str:
     return text
 
 
-def of_model(model: str | ModelConfig, cluster: str | Cluster, asked: Question, name: str = "") -> PlanRequest:
+def of_model(model: str | ModelConfig, cluster: str | Cluster, question: Question, name: str = "") -> PlanRequest:
     """Return the request about a model on a cluster.
 
     model: the name of a preset, or a model that is called `name`. Raises: UserError.
     """
-    place = _priced(cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster), asked)
-    pins = dict(parse_pins(asked.fix))
-    run, assumed, of_batch = _run_of_model(model, name, asked, place.devices)
+    place = _priced(cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster), question)
+    pins = dict(parse_pins(question.fix))
+    run, assumed, of_batch = _run_of_model(model, name, question, place.devices)
     _check_precisions(pins, place, run)
-    tokens, more = _tokens(asked, run)
+    tokens, more = _tokens(question, run)
     assumed = [*assumed, *of_batch, *more]
-    batch = "" if asked.serving else "".join(of_batch)
-    return PlanRequest(run, place, tokens, asked.objective, pins, asked.top, None, tuple(assumed), batch)
+    batch = "" if question.serving else "".join(of_batch)
+    return PlanRequest(run, place, tokens, question.objective, pins, question.top, None, tuple(assumed), batch)
 
 
-def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanRequest:
+def of_run(run: RunConfig, place: Cluster | Devices, question: Question) -> PlanRequest:
     """Return the request about a run, on a cluster or on the devices at hand as `argosy train` finds them.
 
-    Of `asked`, batch and length of a sequence are the run's already. Raises: UserError.
+    Of `question`, batch and length of a sequence are the run's already. Raises: UserError.
     """
     run, assumed = _with_vocabulary(run)
-    if asked.serving and asked.seq_len is not None:
-        run = _of_length(run, asked.seq_len)
-    tokens, more = _tokens(asked, run, run.train.steps)
-    pins = dict(parse_pins(asked.fix))
+    if question.serving and question.seq_len is not None:
+        run = _of_length(run, question.seq_len)
+    tokens, more = _tokens(question, run, run.train.steps)
+    pins = dict(parse_pins(question.fix))
     if isinstance(place, Cluster):
         cluster, given, numbers = place, None, _numbers(run.plan)
     else:
@@ -136,8 +136,8 @@ def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanReq
     else:
         agreed = choose_word(CostModel.of(run, cluster), pins)
         pins, more = {**pins, "sync": (agreed.word,)}, [*more, agreed.in_words()]
-    cluster = _priced(cluster, asked)
-    return PlanRequest(run, cluster, tokens, asked.objective, pins, asked.top, given, (*assumed, *more))
+    cluster = _priced(cluster, question)
+    return PlanRequest(run, cluster, tokens, question.objective, pins, question.top, given, (*assumed, *more))
 
 
 def _check_precisions(pins: Pins, place: Cluster, run: RunConfig) -> None:
@@ -145,17 +145,17 @@ def _check_precisions(pins: Pins, place: Cluster, run: RunConfig) -> None:
         place.check_precision(str(precision), has_experts=run.model.moe.experts > 0)
 
 
-def _priced(cluster: Cluster, asked: Question) -> Cluster:
-    return cluster if asked.price is None else cluster.model_copy(update={"price_per_device_h": asked.price})
+def _priced(cluster: Cluster, question: Question) -> Cluster:
+    return cluster if question.price is None else cluster.model_copy(update={"price_per_device_h": question.price})
 
 
-def _tokens(asked: Question, run: RunConfig, steps: int = 0) -> tuple[float | None, list[str]]:
+def _tokens(question: Question, run: RunConfig, steps: int = 0) -> tuple[float | None, list[str]]:
     """Return the tokens to train on, those of `steps` if they are not asked for, and what was assumed."""
-    if asked.finetune is not None:
+    if question.finetune is not None:
         words = f"Assumed: {FINETUNE_EPOCHS} epochs of the data set (else: --tokens)."
-        return FINETUNE_EPOCHS * asked.finetune, [words]
-    if asked.tokens is not None or asked.serving:
-        return asked.tokens, []
+        return FINETUNE_EPOCHS * question.finetune, [words]
+    if question.tokens is not None or question.serving:
+        return question.tokens, []
     if steps:
         return float(run.tokens_before(steps)), []
     each = TOKENS_PER_PARAMETER
@@ -169,7 +169,7 @@ def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
 
 
 def _run_of_model(
-    model: str | ModelConfig, name: str, asked: Question, devices: int
+    model: str | ModelConfig, name: str, question: Question, devices: int
 ) -> tuple[RunConfig, list[str], list[str]]:
     """Return the run, what was assumed, and what was assumed of its batch."""
     assumed, of_batch = [], []
@@ -178,26 +178,26 @@ def _run_of_model(
         named = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
         chosen = {"model": model.model_dump(mode="json"), "name": named}
     run = load(None, chosen | {"data.seq_len": 1}, overrides_mark="--")
-    longest, seq_len, batch = run.model.max_seq_len, asked.seq_len, asked.global_batch
+    longest, seq_len, batch = run.model.max_seq_len, question.seq_len, question.global_batch
     if seq_len is None:
-        seq_len = min(USUAL_SEQ_LEN if asked.finetune is None else FINETUNE_SEQ_LEN, longest)
+        seq_len = min(USUAL_SEQ_LEN if question.finetune is None else FINETUNE_SEQ_LEN, longest)
         assumed.append(f"Assumed: --seq-len {seq_len}.")
     if seq_len > longest and seq_len <= _stretched(run.model):
         chosen |= {"model.max_seq_len": seq_len}
         run = run.with_keys(model={"max_seq_len": seq_len})
         assumed.append(f"Assumed: model.max_seq_len = {seq_len}, to which YaRN stretches the model's {longest} tokens.")
     elif seq_len > longest:
-        raise UserError(_too_long(seq_len, run.model, asked.serving))
+        raise UserError(_too_long(seq_len, run.model, question.serving))
     run, more = _with_vocabulary(run)
     if batch is None:
         law, why = usual_batch(run, seq_len), "DeepSeek's scaling law"
-        if asked.finetune is not None:
+        if question.finetune is not None:
             law, why = FINETUNE_BATCH, "usual for fine-tuning"
-        batch = devices if asked.serving else law
-        if not asked.serving:
+        batch = devices if question.serving else law
+        if not question.serving:
             of_batch.append(f"Assumed: --global-batch {batch} ({why}).")
     sizes = {"data.seq_len": seq_len, "train.global_batch": batch}
-    whole = load(None, chosen | asked.keys | sizes, overrides_mark="--")
+    whole = load(None, chosen | question.keys | sizes, overrides_mark="--")
     return whole.model_copy(update={"model": run.model}), assumed + more, of_batch
 
 
@@ -216,8 +216,8 @@ def _stretched(model: ModelConfig) -> float:
 
 def _too_long(seq_len: int, model: ModelConfig, serving: bool) -> str:
     """Say which presets of the same sizes take so long a sequence."""
-    asked = f"--prompt-len and --output-len: {seq_len} tokens together are" if serving else f"--seq-len {seq_len} is"
-    problem = f"{asked} more than the model's longest sequence, {model.max_seq_len} tokens."
+    said = f"--prompt-len and --output-len: {seq_len} tokens together are" if serving else f"--seq-len {seq_len} is"
+    problem = f"{said} more than the model's longest sequence, {model.max_seq_len} tokens."
     others = {
         name: build(RunConfig, preset_layer(preset_path("models", name))).model for name in preset_names("models")
     }
