@@ -17,8 +17,7 @@ from argosy.errors import ArgosyError, UserError
 from argosy.extend.loading import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
-from argosy.launch.local import report_if_finished
-from argosy.launch.resolve import check_profile, resolve
+from argosy.launch.local import report_if_finished, settle, told_if_finished
 from argosy.launch.sites import settle_site
 from argosy.observe.collectives import sequence_numbers
 from argosy.observe.events import Events
@@ -30,7 +29,7 @@ from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.processes.supervisor import repeated, supervised
-from argosy.sinks.follower import follower_of, tell_the_rest
+from argosy.sinks.follower import follower_of
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
 from argosy.supervise.scratch import scratch_folder
@@ -126,7 +125,9 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
                 sys.exit(error.exit_code)  # rank 0 reports it
             raise
         if generation is None:
-            return _tell_of_finished(run_dir, run) if is_first else None
+            if not is_first:
+                return None
+            return told_if_finished(run_dir, run, Progress(enabled=True), Events(run_dir, "launcher"))
         os.environ[fence.GENERATION_VARIABLE] = str(generation)
         if world.is_first:
             events = Events(run_dir, "launcher")
@@ -145,14 +146,6 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
     return report
 
 
-def _tell_of_finished(run_dir: Path, run: RunConfig) -> Report:
-    report, progress = Report.load(run_dir), Progress(enabled=True)
-    progress.say(run_folder.finished_in_words(run_dir, run))
-    tell_the_rest(run_dir, run, Events(run_dir, "launcher"))
-    progress.say(ending_in_words(run_dir, report))
-    return report
-
-
 def _settle(
     run: RunConfig, run_dir: Path, world: World, accept_changes: bool, held: ExitStack
 ) -> tuple[RunConfig, Plan, int | None]:
@@ -161,12 +154,8 @@ def _settle(
     held.enter_context(run_folder.locked(run_dir))
     progress = Progress(enabled=True)
     devices = find_devices(run.launch, processes=world.size)
-    run_folder.check_before_preparing(run_dir, run, lambda: devices)
-    run, data = resolve(run, progress)
-    run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-    plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
-    check_profile(run, plan)
-    run = run_folder.write(run_dir, run, plan, data.folders)
+    run, plan = settle(run, run_dir, accept_changes, lambda _: devices, progress)
+    progress.close()
     if report_if_finished(run_dir, run) is not None:
         return run, plan, None
     (run_dir / "report.json").unlink(missing_ok=True)  # of a run that was stopped: it goes on

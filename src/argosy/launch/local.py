@@ -24,8 +24,8 @@ from argosy.observe.report import Report
 from argosy.observe.screen import Progress
 from argosy.observe.surfaces import RunDisplay, shown
 from argosy.observe.terminal import lasting_output
-from argosy.plan.plan import PLAN_VARIABLE
-from argosy.plan.search.auto import may_compile, processes_of
+from argosy.plan.plan import PLAN_VARIABLE, Plan
+from argosy.plan.search.auto import Devices, may_compile, processes_of
 from argosy.plan.search.space import check_size
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
 from argosy.sinks.follower import tell_the_rest
@@ -100,27 +100,15 @@ def _train(
         began = time.monotonic()
         find = cache(partial(ask, forks, run.resilience, meanwhile=COMPILER if may_compile(run.plan) else ()))
         with run_folder.settling(run_dir):
-            run_folder.check_before_preparing(run_dir, run, partial(devices_of_run, run, find))
-            with progress.during("reading the data"):
-                run, data = resolve(run, progress)
-            run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-            with progress.during("finding devices"):
-                devices = devices_of_run(run, find)
-            with progress.during("choosing a plan"):
-                plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
-            check_profile(run, plan)
-            run = run_folder.write(run_dir, run, plan, data.folders)
+            run, plan = settle(run, run_dir, accept_changes, partial(devices_of_run, find=find), progress)
         progress.close()
-        if (report := report_if_finished(run_dir, run)) is not None:
-            progress.say(run_folder.finished_in_words(run_dir, run))
-            if run.launch.nodes == 1:
-                tell_the_rest(run_dir, run, Events(run_dir, process_name(run.launch)))
-            progress.say(ending_in_words(run_dir, report))
+        events, is_alone = Events(run_dir, process_name(run.launch)), run.launch.nodes == 1
+        if (report := told_if_finished(run_dir, run, progress, events if is_alone else None)) is not None:
             return report
         (run_dir / "report.json").unlink(missing_ok=True)
         if where.screen is not None:
             where.screen.begin(run_dir)
-        Events(run_dir, process_name(run.launch)).write("settled", seconds=round(time.monotonic() - began, 3))
+        events.write("settled", seconds=round(time.monotonic() - began, 3))
         forks.prepare(WORKERS_IMPORTS, {PLAN_VARIABLE: str(plan)})
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
@@ -129,6 +117,34 @@ def _train(
         if run.launch.nodes == 1:
             progress.say(ending_in_words(run_dir, report))
         return report
+
+
+def settle(
+    run: RunConfig, run_dir: Path, accept_changes: bool, devices_of: Callable[[RunConfig], Devices], progress: Progress
+) -> tuple[RunConfig, Plan]:
+    """Prepare the data, enter the run's folder, choose the plan, and write both down. Return the complete run, and its
+    plan. devices_of: returns the devices of all nodes of a run. Raises: UserError."""
+    run_folder.check_before_preparing(run_dir, run, partial(devices_of, run))
+    with progress.during("reading the data"):
+        run, data = resolve(run, progress)
+    run = run_folder.enter(run_dir, run, data.identity, accept_changes)
+    with progress.during("finding devices"):
+        devices = devices_of(run)
+    with progress.during("choosing a plan"):
+        plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
+    check_profile(run, plan)
+    return run_folder.write(run_dir, run, plan, data.folders), plan
+
+
+def told_if_finished(run_dir: Path, run: RunConfig, progress: Progress, events: Events | None) -> Report | None:
+    """Return the report of a run that has made all of its steps, and say so; None if there are more to make. events:
+    those of this process, which tells sinks what they lack; None: another node's does."""
+    if (report := report_if_finished(run_dir, run)) is not None:
+        progress.say(run_folder.finished_in_words(run_dir, run))
+        if events is not None:
+            tell_the_rest(run_dir, run, events)
+        progress.say(ending_in_words(run_dir, report))
+    return report
 
 
 def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> list[str]:

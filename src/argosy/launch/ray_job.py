@@ -199,12 +199,10 @@ class _Agents:
         return max((agent.exit_code for agent in self._agents if agent.exit_code is not None), default=1)
 
     def _is_over(self) -> bool:
+        none_is_left = all(agent.is_lost or agent.exit_code is not None for agent in self._agents)
         if self._stop.since_s is not None:
-            if time.monotonic() - self._stop.since_s > self._request.grace_s + STOP_SPARE_S:
-                return True
-            return all(agent.is_lost or agent.exit_code is not None for agent in self._agents)
-        ended = [agent for agent in self._agents if agent.exit_code is not None]
-        return bool(ended) and all(agent.is_lost or agent.exit_code is not None for agent in self._agents)
+            return none_is_left or time.monotonic() - self._stop.since_s > self._request.grace_s + STOP_SPARE_S
+        return none_is_left and any(agent.exit_code is not None for agent in self._agents)
 
     def _ask(self) -> None:
         now = time.monotonic()
