@@ -41,14 +41,14 @@ import tyro
 
 from argosy.cli.documents import answer, write, write_file
 from argosy.cli.options import parse
-from argosy.config.load import load
+from argosy.config.load import load, model_name
 from argosy.config.section import Count, WholeCount, seconds_of
 from argosy.config.train import LoraBase
 from argosy.errors import UserError
 from argosy.files import expanded
 from argosy.observe.terminal import told_if_long
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.plan import Objective
+from argosy.plan.plan import Objective, Plan
 
 if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
@@ -212,7 +212,6 @@ def _slurm_topology(request: PlanRequest, options: Options) -> str:
 
 def _rank_map(request: PlanRequest, found: PlanReport) -> str:
     from argosy.plan.cost.cost_model import CostModel
-    from argosy.plan.plan import Plan
     from argosy.plan.report.network import rank_map
 
     plan = Plan.parse(found.explanation.choice.plan)
@@ -316,7 +315,6 @@ def _resize(options: Options, folder: Path) -> None:
 
 
 def _within(options: Options, limit_s: float) -> None:
-    from argosy.config.load import model_name
     from argosy.plan.report.within import of_each, show_within
 
     asked = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,6 +10,7 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from argosy.observe.panel import LineChart
+from argosy.observe.records import finite
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.cost.estimate import count, seconds
 from argosy.watch.columns import Floats
@@ -128,7 +128,7 @@ def _run(reader: RunReader) -> ComparedRun:
         cost=float(_device_s(reader).sum()) / 3600 * float(price.mid) if known and price is not None else None,
         currency=machine.currency if known and machine is not None else "",
         **{key: told[key] for key in ("state", "step", "tokens", "plan", "tokens_per_s")},
-        **{key: _finite(told[key]) for key in ("loss", "validation_loss", "validation_accuracy")},
+        **{key: finite(told[key]) for key in ("loss", "validation_loss", "validation_accuracy")},
     )
 
 
@@ -177,10 +177,6 @@ def _mean_before(spent: Floats, loss: Floats, at: float, width: float) -> float:
     end = max(1, int(np.searchsorted(spent, at, side="right")))
     begin = min(int(np.searchsorted(spent, at - width)), end - 1)
     return float(f"{loss[begin:end].mean():.5g}")
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def in_text(found: Comparison) -> Iterator[str]:

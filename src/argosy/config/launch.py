@@ -74,13 +74,9 @@ def _checked(text: str) -> str:
     return text
 
 
-def _checked_if_given(text: str) -> str:
-    return text and _checked(text)
-
-
 Address = Annotated[str, AfterValidator(_checked), Field(json_schema_extra={"pattern": f"^{PATTERN}$"})]
 OptionalAddress = Annotated[
-    str, AfterValidator(_checked_if_given), Field(json_schema_extra={"pattern": f"^$|^{PATTERN}$"})
+    str, AfterValidator(lambda text: text and _checked(text)), Field(json_schema_extra={"pattern": f"^$|^{PATTERN}$"})
 ]
 """An address, or an empty text."""
 

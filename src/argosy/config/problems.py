@@ -74,7 +74,8 @@ def problem_of(
         return Problem(place(key), f"{value}: must be a table, [{table}], with keys of its own.")
     field = key_fields(element).get(inside)
     if field is None:  # inside a list or a table of values: data.sources."folder"
-        return Problem(place(key), f"{value}: {_lower_first(error['msg'])}.")
+        message = error["msg"]
+        return Problem(place(key), f"{value}: {message[:1].lower()}{message[1:]}.")
     meaning = meanings(sections(element)[inside[:-1]]).get(str(inside[-1]), "")
     if element_of(field) and get_origin(value_type(field)) is tuple:
         wanted = f"a list of tables; write [[{table}]] before the keys of each"
@@ -178,10 +179,6 @@ def shown(value: object) -> str:
     """Return the value about as TOML writes it, cut if it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 _ELSEWHERE: Mapping[str, str] = {

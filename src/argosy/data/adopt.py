@@ -41,7 +41,8 @@ def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
         )
     splits: dict[SplitName, list[Shard]] = {"train": [], "validation": []}
     for path in indices:
-        splits[_split_of(path.stem)].append(_describe(path, mine))
+        is_held_out = "valid" in path.stem or path.stem.endswith("val")
+        splits["validation" if is_held_out else "train"].append(_describe(path, mine))
     manifest = Manifest(
         tokenizer_sha256=mine.sha256,
         vocab_size=mine.vocab_size,
@@ -55,10 +56,6 @@ def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
             file.write(given.read_bytes())
     manifest.save(folder)
     return manifest
-
-
-def _split_of(name: str) -> SplitName:
-    return "validation" if "valid" in name or name.endswith("val") else "train"
 
 
 def _describe(idx_path: Path, tokenizer: Tokenizer) -> Shard:

@@ -122,14 +122,11 @@ class Workers:
                 self._folder.drop(task, chunk)
             if failure := self._folder.failure(task):
                 raise _error(*failure)
-            self._start_if_none()
+            if not self._jobs:
+                self._tell()
+                self._start(self._wanted)
             time.sleep(poll_s)
             poll_s = min(1.5 * poll_s, MOST_RESULT_POLL_S)
-
-    def _start_if_none(self) -> None:
-        if not self._jobs:
-            self._tell()
-            self._start(self._wanted)
 
     def _start(self, count: int) -> None:
         """Start workers. They may have to wait for machines."""

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.data.documents import InputPiece, Tally
 from argosy.data.manifest import CUTTING_JOURNAL, SHARD_FILES, Shard, SplitName
-from argosy.data.packing import Packer, packs_of
+from argosy.data.packing import Packer
 from argosy.data.shards import ShardWriter
 from argosy.data.sources import InputFile
 from argosy.data.tokenizer import EncodedBatch
@@ -183,7 +183,7 @@ class _OpenShard:
         if not len(documents.lengths):
             return
         if self._packer is not None:
-            units = packs_of(documents.tokens, documents.lengths)
+            units = np.split(documents.tokens, np.cumsum(documents.lengths)[:-1])
             self._write_rows([row for unit in units for row in self._packer.add(unit)])
         else:
             self._append(documents.tokens, documents.lengths)

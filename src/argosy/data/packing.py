@@ -105,11 +105,6 @@ def unpack(rows: Words) -> PackedRows:
     return PackedRows(words & ID_MASK, np.where(is_target, following & ID_MASK, IGNORED), index_T - starts)
 
 
-def packs_of(units: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> list[Words]:
-    """Return units, laid end to end, one by one."""
-    return np.split(units, np.cumsum(lengths)[:-1])
-
-
 class _OpenRow(NamedTuple):
     room: int
     number: int

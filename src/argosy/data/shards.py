@@ -50,10 +50,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
-def dtype_code(dtype: np.dtype[Any]) -> int:
-    return next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == dtype)
-
-
 class ShardWriter:
     """Writes `NAME.bin`, `NAME.idx` and `NAME.crc32`. They get their final names in `close`."""
 
@@ -100,8 +96,9 @@ def write_index(path: Path, lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]
     """Write the .idx of documents that have one sequence each and are laid end to end."""
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     pointers = np.concatenate(([0], ends))[: len(lengths)]
+    code = next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == dtype)
     with atomic_write(path) as file:
-        file.write(HEADER.pack(SHARD_MAGIC, 1, dtype_code(dtype), len(lengths), len(lengths) + 1))
+        file.write(HEADER.pack(SHARD_MAGIC, 1, code, len(lengths), len(lengths) + 1))
         file.write(lengths.astype("<i4").tobytes())
         file.write(pointers.astype("<i8").tobytes())
         file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())

@@ -74,14 +74,6 @@ def their_shapes(conversion: Conversion, shapes: Mapping[str, tuple[int, ...]]) 
 
 def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Conversion:
     names = TENSOR_NAMES | family_of(config.family).names
-    order = _rotary_order(name, config)
-
-    def theirs_of(weight: Tensor) -> Tensor:
-        return weight if order is None else weight[order.argsort()]
-
-    def ours_of(weight: Tensor) -> Tensor:
-        return weight if order is None else weight[order]
-
     if pattern in names and "#" in names[pattern]:  # a stack of experts, which they store one by one
         theirs = names[pattern].replace("*", block)
         slices = tuple(theirs.replace("#", str(expert)) for expert in range(config.moe.experts))
@@ -93,8 +85,10 @@ def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Convers
     else:
         module, _, kind = pattern.rpartition(".")
         theirs = f"{names[module].replace('*', block)}.{kind}"
-    rows: Literal["together", "alone"] = "alone" if order is None else "together"
-    return Conversion((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])], rows)
+    if (order := _rotary_order(name, config)) is None:
+        return Conversion((name,), (theirs,), list, list, "alone")
+    back = order.argsort()
+    return Conversion((name,), (theirs,), lambda ours: [ours[0][back]], lambda parts: [parts[0][order]], "together")
 
 
 def copies_of(name: str, config: ModelConfig) -> tuple[str, ...]:

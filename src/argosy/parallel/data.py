@@ -67,16 +67,17 @@ class GradientSum:
         self._expected = 0
         self._next = 0
         self._moment = SumTime()
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
+        """The same on all replicas."""
         if not self._alone:
             exact = [piece for piece in pieces if how.goes_exact(piece)]
             others = [piece for piece in pieces if not how.goes_exact(piece)]
             for some, is_compressed in (others, True), (exact, False):
                 cuts = cut(some, how.bucket_bytes)
-                self._buckets += [Bucket(one, ranks, dtype, keep, how, is_compressed) for one in cuts]
+                self.buckets += [Bucket(one, ranks, dtype, keep, how, is_compressed) for one in cuts]
         self._gatherings: deque[Gathering] = deque()
-        self._bucket_of = {id(piece.parameter): bucket.number for bucket in self._buckets for piece in bucket.pieces}
-        for bucket in self._buckets:
+        self._bucket_of = {id(piece.parameter): bucket.number for bucket in self.buckets for piece in bucket.pieces}
+        for bucket in self.buckets:
             arrived = partial(_tell, weakref.ref(self), weakref.ref(bucket))
             for piece in bucket.pieces:
                 piece.parameter.register_post_accumulate_grad_hook(arrived)
@@ -92,8 +93,8 @@ class GradientSum:
     def finish(self) -> None:
         """Wait until every piece's gradient is the sum over the ranks."""
         self.settle()  # nothing is left, unless a part of the model took no part
-        self._send_until(len(self._buckets))  # a pipeline schedule may have set gradients without our hooks
-        received = [bucket.receive() for bucket in self._buckets]
+        self._send_until(len(self.buckets))  # a pipeline schedule may have set gradients without our hooks
+        received = [bucket.receive() for bucket in self.buckets]
         if self._checks and received:
             self.is_sound = self._check(received)
         self._expected = 0
@@ -108,7 +109,7 @@ class GradientSum:
         """
         self.settle()
         if self._shared:
-            self._gatherings = deque(Gathering(bucket, bucket.values()) for bucket in reversed(self._buckets))
+            self._gatherings = deque(Gathering(bucket, bucket.values()) for bucket in reversed(self.buckets))
             self._gather_ahead()
 
     def need(self, module: nn.Module) -> None:
@@ -130,15 +131,10 @@ class GradientSum:
         for gathering in islice(self._gatherings, BUCKETS_AHEAD):
             gathering.start()
 
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets, the same on all replicas."""
-        return self._buckets
-
     def _arrived(self, bucket: Bucket) -> None:
         bucket.arrivals += 1
         ready = self._next
-        while ready < len(self._buckets) and self._is_whole(self._buckets[ready]):
+        while ready < len(self.buckets) and self._is_whole(self.buckets[ready]):
             ready += 1
         self._send_until(ready)
         self._how.lane.poll()
@@ -148,7 +144,7 @@ class GradientSum:
 
     def bits(self) -> Tensor:
         """Return the bits of this rank's gradients of the last step, before the sum over ranks; int64, no dims."""
-        return torch.stack([bucket.bits for bucket in self._buckets if bucket.bits is not None]).sum()
+        return torch.stack([bucket.bits for bucket in self.buckets if bucket.bits is not None]).sum()
 
     def hold(self) -> None:
         """Keep the gradients of the following backward passes on this rank, until `let_go`."""
@@ -156,8 +152,8 @@ class GradientSum:
 
     def let_go(self) -> Tensor:
         """Drop the gradients of the passes since `hold`; returns their bits as `bits` gives them."""
-        found = torch.stack([sum_of_bits(bucket.gather_up()) for bucket in self._buckets]).sum()
-        for bucket in self._buckets:
+        found = torch.stack([sum_of_bits(bucket.gather_up()) for bucket in self.buckets]).sum()
+        for bucket in self.buckets:
             bucket.arrivals = 0
             for piece in bucket.pieces:
                 piece.parameter.grad = None
@@ -166,7 +162,7 @@ class GradientSum:
 
     def _check(self, received: Sequence[Tensor]) -> Tensor:
         """Compare the sums with the checksums of what all ranks sent: one small message for all buckets."""
-        sent = torch.stack([bucket.checksums for bucket in self._buckets if bucket.checksums is not None])
+        sent = torch.stack([bucket.checksums for bucket in self.buckets if bucket.checksums is not None])
         ranks = 1
         for group in self._ranks.groups:
             dist.all_reduce(sent, group=group)
@@ -175,7 +171,7 @@ class GradientSum:
         return torch.stack([is_sum(sums, total[mine], ranks) for sums, total in zip(received, sent, strict=True)]).all()
 
     def _send_until(self, end: int) -> None:
-        for bucket in self._buckets[self._next : end]:
+        for bucket in self.buckets[self._next : end]:
             bucket.send(self._checks, self.watches, self._moment)
         self._next = max(self._next, end)
 

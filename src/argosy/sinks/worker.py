@@ -57,15 +57,10 @@ class NewRows:
             sink.rewind(self.rewound_to)
         if self.events:
             sink.events(self.events)
-        for is_step, records in groupby(self.metrics, key=is_of_step):
+        for is_step, records in groupby(self.metrics, key=lambda line: "loss" in line):  # an evaluation's has none
             (sink.steps if is_step else sink.evaluations)(list(records))
         if self.samples:
             sink.samples(self.samples)
-
-
-def is_of_step(record: Record) -> bool:
-    """Return True for the line of a step, False for that of an evaluation."""
-    return "loss" in record
 
 
 class Feed:

@@ -187,7 +187,8 @@ _DISK = "Delete old checkpoints or other files, or lower checkpoint.keep_last; s
 def node_in_doubt(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell what detectors found wrong with ranks or nodes."""
     worlds = [float(event["time_s"]) for event in facts.of("generation")[-1:]]
-    for event in _newest_by(facts.of(*FINDINGS), lambda event: f"{event['event']} {_subject(facts, event)}"):
+    newest = {f"{event['event']} {_subject(facts, event)}": event for event in facts.of(*FINDINGS)}
+    for event in newest.values():
         kind, subject, at_s = str(event["event"]), _subject(facts, event), float(event["time_s"])
         named = f"{kind} {subject}".strip()
         is_new_world = bool(worlds) and worlds[0] > at_s
@@ -291,10 +292,6 @@ def _hours_left(time_s: np.ndarray, free_bytes: np.ndarray) -> float:
     slopes = (free_bytes[half:] - free_bytes[: len(free_bytes) - half]) / (time_s[half:] - time_s[: len(time_s) - half])
     slope = float(np.median(slopes))
     return float(free_bytes[-1]) / -slope / 3600 if slope < 0 else float("inf")
-
-
-def _newest_by(events: Iterable[Event], key: Callable[[Event], str]) -> Iterator[Event]:
-    yield from {key(event): event for event in events}.values()
 
 
 def _subject(facts: RunFacts, event: Event) -> str:
