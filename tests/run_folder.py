@@ -8,7 +8,7 @@ from typing import Any
 
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
-from argosy.observe.events import Events, JsonLines
+from argosy.observe.events import Events, JsonLines, read_lines
 from argosy.plan.plan import Plan
 
 
@@ -58,3 +58,9 @@ class RunFolder:
         """The events of a process."""
         path = self.path / "events" / f"{process}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def events(run_dir: Path, kind: str, process: str = "rank-0") -> list[dict[str, Any]]:
+    """The events of a kind that a process of a run has written; with "*" those of all."""
+    paths = sorted((run_dir / "events").glob(f"{process}.jsonl"))
+    return [event for path in paths for event in read_lines(path) if event["event"] == kind]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from argosy.processes import child
@@ -40,3 +41,11 @@ def wait_until(
 
     assert child.wait_until(holds, seconds, every_s=0.01), ("waited too long", story())
     return found[0]
+
+
+def is_alive(pid: int) -> bool:
+    """True while there is such a process that has not ended, whether somebody has asked how or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

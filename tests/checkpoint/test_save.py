@@ -25,7 +25,7 @@ from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World
 from argosy.training.stop import WorldIsOver
 from checkpoint.saving import ALONE, WIDTH, Saving, a_disk_that_fails_past, manifest, saved, state
-from waiting import wait_until
+from waiting import is_alive, wait_until
 
 
 @pytest.fixture
@@ -33,13 +33,6 @@ def saving(tmp_path: Path) -> Iterator[Saving]:
     found = Saving(tmp_path)
     yield found
     found.saver.abandon()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def assert_saved(run_dir: Path, values: dict[int, float]) -> None:

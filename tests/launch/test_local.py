@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from socket import create_server
 from threading import Thread
@@ -20,14 +21,16 @@ from argosy.config.schema import RunConfig
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
 from argosy.launch.local import fork_server, train, would_train
-from argosy.observe.events import Metrics, read_lines
+from argosy.observe.events import Metrics
 from argosy.observe.report import Report
 from argosy.observe.surfaces import RunDisplay
 from argosy.parallel.world import World
 from argosy.supervise.agent import Agent
+from run_folder import events as events_of
 from tiny import EAGER, losses, run_config, train_in
-from waiting import wait_until
+from waiting import is_alive, wait_until
 
+events = partial(events_of, process="launcher")
 ENDLESS = {"train": {"steps": 1_000_000}, "evaluate": {"every_steps": 0}}
 
 
@@ -38,10 +41,6 @@ def launch(run: RunConfig, corpus: Path, run_dir: Path, **settings: Any) -> None
     run_folder.write(run_dir, run, EAGER, [corpus])
     with fork_server(RunDisplay()) as forks:
         Agent(run_dir, run, EAGER, forks).run()
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run_dir / "events" / "launcher.jsonl") if event["event"] == kind]
 
 
 def steps_done(run_dir: Path) -> int:
@@ -130,13 +129,6 @@ def test_workers_do_not_outlive_their_launcher(corpus, tmp_path, begun):
         launcher.kill()
         launcher.join()
     wait_until(lambda: not is_alive(pid))  # they would train for ever
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_the_path_of_a_run_file_in_place_of_a_run_is_refused_with_what_to_write(tmp_path, monkeypatch):

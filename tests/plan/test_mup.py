@@ -19,7 +19,6 @@ WIDE: dict[str, Any] = {
 EXPERTS = {"experts": 4, "expert_ffn_width": 64, "shared_experts": 1, "first_dense_layers": 1, "balance": "bias"}
 LATENT = {"kv_rank": 32, "q_rank": 48, "rope_width": 16, "nope_width": 16, "value_width": 16}
 ALL_PARTS = WIDE | {"moe": EXPERTS, "mla": LATENT, "attention_bias": True}
-OFF = "model.mup.base_width = 0"
 
 
 def model(**keys: Any) -> ModelConfig:

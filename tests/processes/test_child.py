@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from argosy.processes.child import (
     messages,
     process_state,
 )
-from waiting import wait_until
+from waiting import is_alive, wait_until
 
 HERE = "processes.test_child"
 Start = Callable[..., Child]
@@ -83,11 +82,6 @@ def start() -> Iterator[Start]:
     yield begin
     for child in started:
         child.kill()
-
-
-def is_alive(pid: int) -> bool:
-    path = Path(f"/proc/{pid}/stat")
-    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until_gone(pid: int) -> None:

@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import run_folder
 from argosy.checkpoint.fence import begin_generation, name_of, newest_generation
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
-from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.secret import call
 from argosy.supervise import agent_connections, coordinator
@@ -23,6 +24,8 @@ from argosy.supervise.coordinator import Coordinator
 from argosy.supervise.lease.lease import LeaseLost
 from peers import SECRET, Peer
 from waiting import wait_until
+
+events = partial(run_folder.events, process="coordinator")
 
 
 class AgentConnection:
@@ -307,10 +310,6 @@ def test_a_coordinator_whose_run_was_taken_over_begins_nothing(come, tmp_path):
 
 WELL = {"wrong": [], "rates": {"core memory": 5e9}, "seconds": 0.5, "unknown": ""}
 EVIDENCE = {"device": "core 1", "test": "memory", "problem": "0x1, not 0x0, at byte 8 (address)", "times": 1, "of": 4}
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run_dir / "events" / "coordinator.jsonl") if event["event"] == kind]
 
 
 def test_no_world_is_formed_before_all_nodes_are_checked(come, tmp_path):

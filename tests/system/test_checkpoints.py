@@ -7,28 +7,24 @@ import os
 import shutil
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import run_folder
 from argosy.chaos.campaign import children, command_of
 from argosy.checkpoint import store
 from commands import Folder
 from waiting import PATIENT_S, wait_until
+
+events = partial(run_folder.events, process="*")
 
 
 def losses(run_dir: Path) -> list[float]:
     path = run_dir / "metrics.jsonl"
     records = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     return [record["loss"] for record in records if "loss" in record]
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted((run_dir / "events").glob("*.jsonl")):
-        found += [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == kind]
-    return found
 
 
 def writers(run_dir: Path) -> list[int]:

@@ -21,16 +21,13 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import run_folder
 from commands import Folder
 from ports import free_port
 from waiting import PATIENT_S, wait_until
 
+events = partial(run_folder.events, process="*")
 BAD = str(Path(__file__).parent.parent / "sinks")
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [line for path in (run_dir / "events").glob("*.jsonl") for line in path.read_text().splitlines()]
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

@@ -10,14 +10,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import run_folder
 from argosy.config.load import load
 from commands import Folder
 from waiting import PATIENT_S, wait_until
+
+events = partial(run_folder.events, process="*")
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -33,13 +37,6 @@ def of_nodes(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of all nodes that have steps, in the order of time."""
     lines = [json.loads(line) for path in run_dir.glob("nodes/*.jsonl") for line in path.read_text().splitlines()]
     return sorted((line for line in lines if "steps" in line), key=lambda line: float(line["time_s"]))
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted((run_dir / "events").glob("*.jsonl")):
-        found += [e for e in map(json.loads, path.read_text().splitlines()) if e["event"] == kind]
-    return found
 
 
 def workers(run_dir: Path) -> list[int]:

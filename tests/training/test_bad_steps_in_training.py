@@ -26,14 +26,11 @@ from argosy.parallel.world import World
 from argosy.training.bad_steps import MOST_BAD_STEPS
 from argosy.training.trainer import Trainer
 from argosy.watch.reader import RunReader
+from run_folder import events
 from tiny import EAGER, eager, losses, run_config, train_in, weights
 
 ALONE = World()
 BATCH = 8
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run_dir / "events" / "rank-0.jsonl") if event["event"] == kind]
 
 
 def train_with(world: World, run: RunConfig, plan: str, run_dir: Path, text: str) -> list[dict[str, Any]]:

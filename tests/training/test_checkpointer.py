@@ -21,7 +21,7 @@ from argosy.config.optimizer import OptimizerConfig
 from argosy.config.schema import CheckpointConfig
 from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.launch import run_folder
-from argosy.observe.events import Events, read_lines
+from argosy.observe.events import Events
 from argosy.observe.screen import Progress
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
@@ -30,6 +30,7 @@ from argosy.precision import LossScaler
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.state import TrainState
 from checkpoint.saving import flip_a_bit, rewrite
+from run_folder import events
 from tiny import EAGER, run_config
 
 ALONE = World()
@@ -62,10 +63,6 @@ def save(run_dir: Path, *steps: int, **settings: Any) -> None:
 
 def kept(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in store.committed(run_dir)]
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run_dir / "events" / "rank-0.jsonl") if event["event"] == kind]
 
 
 def damage(run_dir: Path, step: int) -> None:

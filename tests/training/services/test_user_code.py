@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from argosy.errors import RunFailed
-from argosy.observe.events import Metrics, read_lines
+from argosy.observe.events import Metrics
 from argosy.parallel.world import World
 from argosy.training.step import StepOutcome
 from argosy.training.trainer import Trainer
+from run_folder import events
 from tiny import EAGER, eager, losses, run_config, train_in
 
 HEAD = "import math\nimport torch\nfrom argosy import extend\n\n"
@@ -32,10 +33,6 @@ def do_step(trainer: Trainer) -> StepOutcome:
     trainer.observe()
     steps.close()
     return outcome
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(folder / "events" / "rank-0.jsonl") if event["event"] == kind]
 
 
 def test_each_point_is_called_in_order_with_what_is_known_there(corpus, tmp_path):
