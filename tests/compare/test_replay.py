@@ -85,11 +85,12 @@ def test_a_run_of_several_nodes_is_done_again_without_the_others(run_dir: Path, 
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     gone = {"cluster": "gone.toml", "lease": "etcd://gone:2379", "address": "10.0.0.1", "rank_map": "gone.txt"}
     launch = {"nodes": 2, "node": "a", **gone}
-    save_run(load(copy / "run.toml").with_keys(launch=launch), copy / "run.toml")
+    run = load(copy / "run.toml").with_keys(launch=launch, resilience={"rebalance": True})
+    save_run(run, copy / "run.toml")
     tried: list[RunConfig] = []
     monkeypatch.setattr("argosy.compare.replay.train_quietly", lambda run, folder, command: tried.append(run))
     replay(copy, 7)
-    assert tried[0].launch.nodes == 1
+    assert tried[0].launch.nodes == 1 and not tried[0].resilience.rebalance
     assert {getattr(tried[0].launch, key) for key in ("node", *gone)} == {""}
 
 
@@ -102,9 +103,10 @@ def test_a_step_that_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> N
         replay(tmp_path, 0)
 
 
-def test_steps_of_several_plans_are_refused(run_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", ["start", "rebalanced"])
+def test_steps_of_several_plans_are_refused(run_dir: Path, tmp_path: Path, event: str) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "copy")
-    Events(copy, "rank-0").write("start", step=4, plan=str(eager("dp_replicate=2")))
+    Events(copy, "rank-0").write(event, step=4, plan=str(eager("dp_replicate=2")))
     with pytest.raises(UserError, match=r"the plan changed at step 4.*Try --step 3"):
         replay(copy, 5)
 

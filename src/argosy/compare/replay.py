@@ -157,7 +157,8 @@ def _check_settings(run_dir: Path, run: RunConfig, start: int, steps: dict[int, 
 
 def _plan_of(run_dir: Path, first: int, last: int) -> Plan:
     """Return the plan that all these steps had. Raises: UserError if there were several."""
-    starts = [e for e in each_line(run_dir / "events" / "rank-0.jsonl") if e["event"] == "start" and e["step"] <= last]
+    events = each_line(run_dir / "events" / "rank-0.jsonl")
+    starts = [e for e in events if e["event"] in ("start", "rebalanced") and e["step"] <= last]
     kept: list[dict[str, Any]] = []
     for start in starts:  # a start replaces all that an earlier one did from its step on
         kept = [other for other in kept if other["step"] < start["step"]] + [start]

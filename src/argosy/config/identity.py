@@ -40,6 +40,7 @@ ADDED = {
 REPETITION: dict[str, Any] = {
     "evaluate": {"every_steps": 0, "tokens": 1, "tasks": (), "sample_prompt": None},  # a window at the end, and no more
     "checkpoint": {"every_steps": 0, "every_minutes": 0.0, "remote": ""},
+    "resilience": {"rebalance": False},  # shares that follow from times are others each time
     "observe": {
         "alerts": AlertsConfig(), "sinks": (), "sample_every_steps": 0, "noise_scale_every_steps": 0,
         "profile": ProfileConfig(),
