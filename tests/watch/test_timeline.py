@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,14 @@ def test_a_run_that_could_not_say_that_it_ended_ended_with_its_last_sign_of_life
     found = timeline([*BEGUN, *again], 520.0, 1.0, np.array([30.0, 31.0, 512.0]))
     phases = [(stretch.phase, stretch.seconds) for stretch in found.stretches]
     assert phases == [("startup", 10.0), ("training", 11.0), ("stopped", 469.0), ("startup", 10.0), ("training", 10.0)]
+
+
+def test_a_killed_run_of_torchrun_which_has_no_coordinator_ended_with_its_last_sign_of_life():
+    rank = partial(of, "rank-0")
+    again = [rank(500.0, "resume", step=5), rank(501.0, "recovered", steps_lost=0), rank(502.0, "start", step=5)]
+    found = timeline([rank(20.0, "start", step=0, world_size=2), *again], 520.0, 1.0, np.array([30.0, 31.0, 512.0]))
+    phases = [(stretch.phase, stretch.seconds) for stretch in found.stretches if stretch.seconds]
+    assert phases == [("training", 11.0), ("stopped", 471.0), ("training", 18.0)]
 
 
 def test_an_event_that_says_less_than_it_should_has_no_words_for_a_person():

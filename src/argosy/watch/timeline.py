@@ -23,6 +23,8 @@ SILENT_AFTER_S = 120.0
 SILENT_STEPS = 20
 STARTING_S = 900.0
 """Until its first step after a start, it may be compiling."""
+BEFORE_START = ("settled", "resume", "recovered")
+"""Events of a world that has not started to train: no signs of life of the one before, which may have been killed."""
 BEGINNINGS = ("start", "generation", "agent_came", "coordinator_started", "worker_started")
 STOPPED_BY_SIGNAL = tuple(128 + number for number in STOP_SIGNALS)
 
@@ -193,6 +195,7 @@ class _Walk:
         self._since_s = 0.0
         self._last_s = 0.0
         self._devices = 1
+        self._has_agents = False
         self._break: int | None = None
         self._cause: tuple[int, float] | None = None
         self._lost_steps = 0
@@ -202,7 +205,7 @@ class _Walk:
         if kind in CAUSES and (self._cause is None or time_s - self._cause[1] > CAUSE_S):
             self._cause = index, time_s
         if kind == "generation" and "size" in event:
-            self._devices = event["size"]
+            self._devices, self._has_agents = event["size"], True
         is_new = kind == "coordinator_started" and not event.get("replaces")
         if is_new or (self._phase == "stopped" and kind in BEGINNINGS):
             self._begin(time_s)
@@ -228,8 +231,7 @@ class _Walk:
             self._enter("stopped", time_s)
         elif kind in ("save", "node_checked") and isinstance(event.get("seconds"), int | float):
             self._found.costs_s[index] = float(event["seconds"])
-        # The command by which a run goes on says "settled" before it starts anything: that is no sign of life.
-        self._last_s = max(self._last_s, 0.0 if kind == "settled" else time_s)
+        self._last_s = max(self._last_s, 0.0 if kind in BEFORE_START else time_s)
 
     def close(self, alive_s: float) -> None:
         """End the last phase, with the last sign of life."""
@@ -245,6 +247,8 @@ class _Walk:
         self._enter("startup", time_s)
 
     def _start(self, time_s: float, event: Mapping[str, Any]) -> None:
+        if event["event"] == "start" and self._phase == "training" and not self._has_agents:  # torchrun, killed
+            self._begin(time_s)
         if isinstance(event.get("world_size"), int):
             self._devices = event["world_size"]
         if self._break is not None and self._phase == "recovery":
