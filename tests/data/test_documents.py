@@ -57,6 +57,17 @@ def write(tmp_path: Path) -> Any:
     return write_file
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz"])
+def test_a_file_that_ends_before_its_size_is_refused(write: Any, name: str) -> None:
+    data = jsonl(*({"text": f"text {number}"} for number in range(9)))
+    path = write(name, gzip.compress(data) if name.endswith(".gz") else data)
+    found = reader(path)
+    assert list(found.read())
+    path.write_bytes(gzip.compress(data[:80]) if name.endswith(".gz") else data[:80])  # as a server that sends less
+    with pytest.raises(UserError, match=rf"{name}: cannot be read \(it ended after \d+ of its \d+ bytes\)"):
+        list(found.read())
+
+
 def test_text_file_is_one_document(write: Any) -> None:
     assert texts(write("a.txt", "zwei\nZeilen ü".encode()), write("b.py", b"\xef\xbb\xbfx = 1")) == [
         "zwei\nZeilen ü",

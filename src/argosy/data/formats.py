@@ -14,7 +14,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -94,7 +94,7 @@ def read_file(
     if file.texts is not None:
         yield from _user_texts(file, file.texts(), most_bytes)
         return
-    with _opened(file) as stream:
+    with _opened(file, is_whole=within == WHOLE_FILE and file.suffix != ".parquet") as stream:
         if file.suffix in (".jsonl", ".ndjson"):
             yield from _read_jsonl(stream, file.name, fields, most_bytes, within)
         elif file.suffix == ".parquet":
@@ -119,13 +119,17 @@ def _user_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Itera
 
 
 @contextmanager
-def _opened(file: InputFile) -> Iterator[BinaryIO]:
+def _opened(file: InputFile, is_whole: bool) -> Iterator[BinaryIO]:
+    """Open a file, unpacked; is_whole: to read it to its end, which must not come early."""
     zstd_error = _zstandard().ZstdError if file.compression == ".zst" else zlib.error
     remote_error = zlib.error if "file" in file.fs.protocol else Exception  # each remote file system has its own
     options = {} if file.is_seekable else {"block_size": 0}  # fsspec would ask an http server for parts
     try:
         with ExitStack() as stack:
-            yield _decompressed(stack.enter_context(file.fs.open(file.path, "rb", **options)), file.compression)
+            stored = stack.enter_context(file.fs.open(file.path, "rb", **options))
+            yield _decompressed(stored, file.compression)
+            if is_whole and (read := stored.tell()) < (file.size or 0):
+                raise EOFError(f"it ended after {read} of its {file.size} bytes")
     except UserError:
         raise
     except (OSError, EOFError, zlib.error, zstd_error, remote_error) as error:
@@ -252,10 +256,7 @@ LineName = Callable[[int], str]
 
 def _line_names(stream: BinaryIO, name: str, start: int) -> LineName:
     """Return what names the lines of the part from byte `start` on; the lines before it are counted once."""
-
-    @cache
-    def before() -> int:
-        return _lines_before(stream, start)
+    before = cache(partial(_lines_before, stream, start))
 
     def line_name(number: int) -> str:
         if start > MOST_COUNTED_BYTES:
@@ -399,8 +400,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _groups_within(metadata: Any, within: Span) -> Iterator[tuple[int, int]]:
     """Yield the row groups that begin at one of these bytes of the file, each with its first row."""
-    start, end = within
-    row = 0
+    (start, end), row = within, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         column = group.column(0)

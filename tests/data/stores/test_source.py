@@ -124,6 +124,22 @@ def test_a_block_that_is_damaged_in_the_store_names_its_shard(cache: Cache, prep
     assert bad.value.place == (f"file://{prepared}", 0)
 
 
+def test_a_block_of_which_less_came_than_there_is_is_fetched_again(
+    cache: Cache, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_range, asked = Store.get_range, list[int]()
+
+    def short(store: Store, name: str, start: int, stop: int) -> bytes:
+        asked.append(start)
+        if len(asked) == 1:
+            raise FileNotFoundError(f"{name}: has no bytes {start} to {stop}")
+        return get_range(store, name, start, stop)
+
+    monkeypatch.setattr(Store, "get_range", short)
+    read = StoreSource(StoreFolder(prepared.as_uri(), cache), "train").tokens(0, 10)
+    assert read.tolist() == TokenSource(prepared, "train").tokens(0, 10).tolist() and asked == [0, 0]
+
+
 def test_a_shard_without_checksums_of_its_blocks_is_read_once_as_a_whole(cache: Cache, prepared: Path) -> None:
     for path in prepared.glob("*.crc32"):
         path.unlink()

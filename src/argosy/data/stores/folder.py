@@ -100,7 +100,7 @@ class StoreFolder:
                 if not (self.local / MANIFEST).exists():
                     raise Retryable(
                         f"data.sources: {self.url} cannot be reached ({problem}). Look whether the URL and the store's "
-                        "endpoint (AWS_ENDPOINT_URL, ...) are right, then repeat the command."
+                        "endpoint and region (AWS_ENDPOINT_URL, AWS_REGION, ...) are right, then repeat the command."
                     ) from None
                 warnings.warn(
                     f"data.sources: {self.url} cannot be reached ({problem}); going on with what {self.cache.folder} "
@@ -259,6 +259,8 @@ class StoreFolder:
                     self.store.get_range(f"{shard.name}.bin", start, min(stop * CHECKSUM_BLOCK_BYTES, size))
                 )
             except FileNotFoundError as problem:
+                if attempt + 1 < BLOCK_FETCHES:  # the store may have sent less than it has
+                    continue
                 raise DataError(f"{problem}. Copy the shard there again, or prepare the data again.") from None
             self.count(fetched_bytes=len(data))
             self._reached()
