@@ -311,9 +311,14 @@ def test_a_worker_of_another_run_is_refused_and_the_run_goes_on(corpus, tmp_path
 
 def test_a_worker_that_starts_when_the_run_is_over_is_told(corpus, tmp_path):
     run = asynchronous(corpus, 1)
+    reports = {name: tmp_path / "sites" / name / "report.json" for name in "AB"}
     with serving(run, tmp_path, late_s=60.0):
         assert work(run, tmp_path, "A")
+        reports["A"].unlink()
+        assert work(run, tmp_path, "A")  # again: its process was killed after its last update
         assert work(run, tmp_path, "B")
+    assert Report.load(reports["A"].parent).steps == 8
+    assert not reports["B"].exists(), "it has made no update"
 
 
 def test_who_does_not_know_the_secret_is_not_heard(corpus, tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ class Servers(Agreement):
         """Time by activity of each of them, as the clock gives it."""
         self._delivered: dict[str, Any] | None = None
         """The update that the task's steps have become, of which no line is written yet."""
-        self._last_step = self._scored = -1
+        self._scored = -1
         self._is_over = False
 
     def begin(self) -> bool:
@@ -145,7 +145,6 @@ class Servers(Agreement):
         if done["update"] is None:
             self._records.tell("gradient_unwanted", step=self._state.step, samples=self._layout.samples(task.item))
             return True
-        self._last_step = self._layout.step_of(done["update"] + 1) - 1
         sent, received = (now - then for now, then in zip(self._traffic(), before, strict=True))
         elements = sum(flat.elements for flat in self._layout.flats)
         push = {
@@ -209,8 +208,8 @@ class Servers(Agreement):
 
     @property
     def has_report(self) -> bool:
-        """True once the run is over, if updates of this worker are in it."""
-        return self._is_over and self._last_step >= 0
+        """True once the run is over: updates of this worker may be in it that an earlier process has made."""
+        return self._is_over
 
     def close(self) -> None:
         if self._client is not None:
