@@ -171,6 +171,15 @@ def test_who_knows_the_secret_but_says_no_hello_first_is_refused(server):
     assert not server.said
 
 
+def test_an_agent_of_another_version_is_told_and_ends(server):
+    other = _proven(server)
+    other.say("hello", name="a", folder="f", host="h", slots=1, novelty=3)
+    server.turn_until(lambda: server.connections.refused == 1)
+    told = other.receive()
+    assert told["kind"] == "finish" and told["exit_code"] == 2
+    assert "(hello.novelty: " in told["why"] and "different versions of Argosy" in told["why"]
+
+
 def test_an_agent_that_takes_nothing_is_dropped_and_holds_nobody_up(server):
     deaf, other = server.agent("deaf"), server.agent("other")
     message = say.LeaveWorld(generation=1, why="x" * TEXT_CHARS)

@@ -162,6 +162,25 @@ def test_a_machine_on_which_the_coordinator_could_not_hold_all_connections_start
     assert not (tmp_path / "events/agent.jsonl").exists()
 
 
+def test_a_coordinator_of_another_version_is_not_called_for_ever(client, elsewhere):
+    coordinator = answered(elsewhere, client)
+    coordinator.say("start", slot=3, novelty=1)
+    with pytest.raises(UserError, match=r"launch\.coordinator.*\(start\.novelty: .*different versions of Argosy"):
+        client.turn_until(lambda: False)
+    coordinator.close()
+
+
+def test_one_that_hangs_up_before_it_has_said_anything_is_called_again_after_a_while(client, elsewhere, monkeypatch):
+    monkeypatch.setattr(module, "COORDINATOR_AGAIN_S", 3600.0)
+    answered(elsewhere, client).close()
+    client.turn_until(lambda: client.said)
+    elsewhere.settimeout(0.1)
+    for _ in range(20):
+        client.client.keep(time.monotonic())
+    with pytest.raises(TimeoutError):
+        elsewhere.accept()
+
+
 def test_it_calls_again_when_the_connection_breaks_and_says_so(client, elsewhere):
     for calls in range(1, 4):
         coordinator = answered(elsewhere, client)

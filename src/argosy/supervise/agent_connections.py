@@ -12,9 +12,10 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 
+from argosy.errors import UserError
 from argosy.processes.connection import BACKLOG, HELLO_S, BadMessage, Connection, WireRecord, decoded, encoded
 from argosy.processes.secret import listen
-from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
+from argosy.supervise.messages import FROM_AGENT, ONE_VERSION, AgentHello, EndRun, FromAgent
 
 LEASE_S = 10.0
 """An agent that says nothing for this long counts as unreachable."""
@@ -174,6 +175,9 @@ class AgentConnections:
             try:
                 message = decoded(frame, FROM_AGENT)
             except BadMessage as problem:
+                if not agent.name:  # it knows the secret, and calls again and again unless it is told
+                    why = f"the coordinator does not understand this machine's agent ({problem}). {ONE_VERSION}"
+                    self.answer(agent, EndRun(exit_code=UserError.exit_code, why=why, error=UserError.__name__))
                 self.drop(agent, f"it sent an invalid message: {problem}")
                 return
             if isinstance(message, AgentHello) == bool(agent.name):

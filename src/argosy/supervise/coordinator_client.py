@@ -30,7 +30,7 @@ from argosy.processes.connection import Address, BadMessage, Connection, call, d
 from argosy.processes.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, client_context, secret_of
 from argosy.processes.secret import call as handshake
 from argosy.processes.supervisor import RestartPolicy, Restarts
-from argosy.supervise.messages import AGENT_BEAT_S, FROM_COORDINATOR, FromAgent, FromCoordinator
+from argosy.supervise.messages import AGENT_BEAT_S, FROM_COORDINATOR, ONE_VERSION, FromAgent, FromCoordinator
 
 COORDINATOR_RESTARTS = RestartPolicy(most_failures=5)
 """If so many coordinators in a row die before they say anything, another would do the same."""
@@ -228,6 +228,8 @@ class CoordinatorClient:
         self._strangers, self._call_from_s = 0, 0.0
         self._was_heard = False
         """True once a coordinator has said something."""
+        self._has_answered = False
+        """True once that on this connection has."""
         self._address: Address | None = None
         """The address of the coordinator that is called, or connected."""
         self._call: Future[socket.socket] | None = None
@@ -341,7 +343,7 @@ class CoordinatorClient:
             raise ConnectionError(connection.problem)
         self._place.reached(address)
         self.host, self.interface = host, _interface_of(host)
-        self._asked_s, self._connection = now, connection
+        self._asked_s, self._connection, self._has_answered = now, connection, False
 
     def _check_patience(self, now: float) -> None:
         problem = self._place.problem
@@ -357,6 +359,8 @@ class CoordinatorClient:
         assert connection is not None
         connection.close()
         self._connection, self._lost_since = None, self._lost_since or self._asked_s
+        if not self._has_answered:
+            self._call_from_s = time.monotonic() + COORDINATOR_AGAIN_S
         if connection.is_proven and not self.is_ending:
             self._events.write("coordinator_lost", why=why)
             self._say(f"the coordinator is lost: {why}. Another one is looked for; training waits if it lost a node")
@@ -373,9 +377,12 @@ class CoordinatorClient:
             messages = [decoded(frame, FROM_COORDINATOR) for frame in frames]
         except BadMessage as problem:
             self._lose(f"it sent an invalid message: {problem}")
-            return
+            if self._was_heard:
+                return
+            why = f"this machine's agent does not understand the coordinator ({problem}). {ONE_VERSION}"
+            raise UserError(f"{self._place.key}: {why}") from None
         if messages:
-            self._asked_s, self._lost_since, self._was_heard = None, None, True
+            self._asked_s, self._lost_since, self._was_heard, self._has_answered = None, None, True, True
             if self.is_ours:
                 self._place.process.heard()
         for message in messages:

@@ -20,6 +20,7 @@ AGENT_BEAT_S = 0.5
 """Time between two heartbeats of an agent, in all but the largest runs."""
 MOST_WORKERS = 4096
 """On one node."""
+ONE_VERSION = "They are of different versions of Argosy: install the same one on all machines."
 
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=255)]
 Slot = Annotated[int, Field(ge=0, lt=MOST_WORKERS)]
