@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -96,6 +97,14 @@ def test_the_plans_file_keeps_the_prediction_and_is_still_the_plan(tmp_path):
     assert kept.step_s.high == pytest.approx(found.step_s.high, rel=1e-5)
     assert kept.memory == pytest.approx({name: value for name, value in found.memory.items() if value}, rel=1e-5)
     assert found.in_words().split(" a step, ")[1].endswith(" MB a rank")
+
+
+def test_matmuls_that_are_faster_than_the_device_is_said_to_be_are_read_from_the_file(tmp_path):
+    found = predict(Plan.parse(PLANS[0]), llama(), CLUSTER)
+    faster = replace(found, seconds=found.seconds | {"matmul": -0.125})
+    (tmp_path / "plan.toml").write_text(faster.toml())
+    kept = Prediction.load(tmp_path / "plan.toml")
+    assert kept is not None and kept.seconds["matmul"] == -0.125
 
 
 def test_a_file_without_a_prediction_has_none(tmp_path):

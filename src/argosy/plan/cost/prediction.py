@@ -42,8 +42,9 @@ class Prediction:
     cluster: str
     """Name of the cluster that it is made for."""
     step_s: Interval
-    seconds: dict[str, Figure]
-    """Seconds by category (`plan.cost.step_time.StepTime`); their sum is the middle of `step_s`."""
+    seconds: dict[str, Annotated[float, Field(gt=-LARGEST_FIGURE, lt=LARGEST_FIGURE)]]
+    """Seconds by category (`plan.cost.step_time.StepTime`); their sum is the middle of `step_s`. What matmuls take
+    beyond the ideal is below zero where they are faster than the device is said to be."""
     memory_bytes: Interval
     """Peak of the rank that needs most."""
     memory: dict[str, Figure]
