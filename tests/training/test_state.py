@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from argosy.config.optimizer import LEAST_INT8
 from argosy.models.microbatch import microbatches
 from argosy.parallel.world import World
 from argosy.training.state import StepUpdate, TrainState
@@ -18,9 +20,10 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
 ROWS = np.random.default_rng(0).integers(1, 400, (4, 33)).astype(np.int32)
 
 
-def pending(**model: Any) -> tuple[TrainState, StepUpdate]:
-    """A state with a whole gradient, and the update to apply it."""
-    step = train_step(ALONE, EAGER, model=model, optimizer={"grad_clip": 0.1}, train={"global_batch": 4})
+def pending(state: str = "fp32", **model: Any) -> tuple[TrainState, StepUpdate]:
+    """A state with a whole gradient, and the update to apply it. state: the format of the optimizer's moments."""
+    optimizer = {"grad_clip": 0.1, "state": state}
+    step = train_step(ALONE, EAGER, model=model, optimizer=optimizer, train={"global_batch": 4})
     outcome = step.exchange(step.forward_backward(microbatches(ROWS, 2, 0, ALONE.device)))
     return step.state, step.update(outcome, learning_rate=1e-2)
 
@@ -75,6 +78,22 @@ def test_preparing_an_update_changes_nothing():
     first.apply(update)
     second.apply(update)
     assert all(map(torch.equal, values(first), values(second))) and not first.is_prepared
+
+
+def test_moments_in_8_bits_are_widened_one_at_a_time_to_be_saved():
+    state, update = pending(state="int8")
+    state.apply(update)
+    whole, made = state.boxes(), []
+    saved = state.to_save()
+    assert list(saved) == list(whole)
+    for box in saved:
+        assert torch.equal(saved[box], whole[box])
+        if "exp_avg" in box.name and box.elements >= LEAST_INT8:
+            made.append(weakref.ref(saved[box]))
+            assert [tensor() is not None for tensor in made] == [False] * (len(made) - 1) + [True]
+    assert len(made) > 1
+    state.restored(whole)
+    assert all(torch.equal(tensor, whole[box]) for box, tensor in state.boxes().items())
 
 
 def test_a_gradient_that_is_dropped_leaves_the_state_as_it_was():

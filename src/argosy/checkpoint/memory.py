@@ -187,9 +187,9 @@ class MemoryCheckpointer:
         problem = None
         try:
             if self._kept:
-                parts, about = {box: tensors[box] for box in self._kept}, to_metadata(position, self._history)
+                about = to_metadata(position, self._history)
                 with _opened(self._recycled(self._rank)) as file:
-                    write_shard(file, parts, about)
+                    write_shard(file, tensors, about, self._kept)
         except OSError as error:
             problem = str(error)  # the other ranks must hear of it, so it travels through what follows
         finish = partial(self._finish, position.step, time.monotonic() - began, problem)

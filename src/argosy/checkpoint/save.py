@@ -21,7 +21,7 @@ from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.directory import deal
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.rank_writer import PartNote, SaveOrder, leave_note, words
-from argosy.checkpoint.shards import write_shard
+from argosy.checkpoint.shards import TensorsToSave, write_shard
 from argosy.checkpoint.writer import NewsSender, Upkeep
 from argosy.faults import fault
 from argosy.parallel.peers import over, peers_of
@@ -108,7 +108,7 @@ class Saver:
         assert self._mine is not None
         mine = self._mine
         if passing is not None:
-            parts = {**parts, **passing}
+            parts = TensorsToSave(parts, passing)
             mine = [*mine, *self._dealt(list(passing))]
         self._attempts += 1
         order = SaveOrder(
@@ -125,7 +125,7 @@ class Saver:
         about = {"step": str(order.step), "rank": str(order.rank)}
         try:
             fault("snapshot", step=order.step)
-            size = write_shard(self._memory.fileno(), {box: parts[box] for box in mine}, about)
+            size = write_shard(self._memory.fileno(), parts, about, mine)
             self._hand_over(replace(order, bytes=size))
         except OSError as problem:  # too little memory, no more processes: no reason to end training
             self._failed(order, words(problem))

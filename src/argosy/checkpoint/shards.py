@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -60,13 +60,42 @@ def cut(box: Box, most_bytes: int) -> Iterator[Box]:
         yield from cut(replace(box, offset=tuple(offset), shape=tuple(shape)), most_bytes)
 
 
-def write_shard(memory: int, parts: Mapping[Box, Tensor], about: Mapping[str, str]) -> int:
+class TensorsToSave(Mapping[Box, Tensor]):
+    """Tensors to read; what is there as a function is made when it is looked up, and only the last one is kept."""
+
+    def __init__(self, *some: Mapping[Box, Tensor | Callable[[], Tensor]] | Mapping[Box, Tensor]):
+        """Of boxes that several mappings have, those of the last one count."""
+        self._of: dict[Box, Tensor | Callable[[], Tensor]] = {}
+        for tensors in some:
+            self._of |= tensors._of if isinstance(tensors, TensorsToSave) else tensors
+        self._last: tuple[Box, Tensor] | None = None
+
+    def __getitem__(self, box: Box) -> Tensor:
+        tensor = self._of[box]
+        if isinstance(tensor, Tensor):
+            return tensor
+        if self._last is None or self._last[0] != box:
+            self._last = None
+            self._last = box, tensor()
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[Box]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+def write_shard(
+    memory: int, parts: Mapping[Box, Tensor], about: Mapping[str, str], boxes: Iterable[Box] | None = None
+) -> int:
     """Write `parts` as a shard file to the descriptor `memory`, of a file that must be in memory (memfd, tmpfs).
 
-    Each tensor is copied once, straight into the file's pages. Returns the file's size, bytes.
-    Raises: OSError if memory is short.
+    Each tensor is copied once, straight into the file's pages. boxes: those to write; None: all. Returns the file's
+    size, bytes. Raises: OSError if memory is short.
     """
-    order = sorted(parts, key=lambda box: -_itemsize(box))  # so that each lies at a multiple of its items' size
+    some = parts if boxes is None else boxes
+    order = sorted(some, key=lambda box: -_itemsize(box))  # so that each lies at a multiple of its items' size
     header = _header(order, about)
     size = len(header) + sum(box_bytes(box) for box in order)
     os.ftruncate(memory, size)

@@ -133,9 +133,14 @@ class Optimizer:
         `load_state` is called with them.
         """
         slot = self._slots[piece.name]
-        steps = torch.full((), float(slot.steps), device=piece.value.device)
         with torch.no_grad():
-            return {"step": steps, **slot.moments()}
+            return {"step": _steps_of(slot), **slot.moments()}
+
+    def state_to_save(self, piece: Piece) -> dict[str, Tensor | Callable[[], Tensor]]:
+        """Return what `state_of` does; of moments that are kept in 8 bits, functions that make them."""
+        slot = self._slots[piece.name]
+        with torch.no_grad():
+            return {"step": _steps_of(slot), **slot.moments_to_save()}
 
     def kept_of(self, piece: Piece) -> dict[str, Tensor]:
         """Return the live tensors that hold the piece's moments, in their own format; none before the first step."""
@@ -147,6 +152,10 @@ class Optimizer:
         slot = self._slots[piece.name]
         slot.load(state)
         slot.steps = int(state["step"])
+
+
+def _steps_of(slot: Slot) -> Tensor:
+    return torch.full((), float(slot.steps), device=slot.piece.value.device)
 
 
 def optimizer_of(run: RunConfig, pieces: Sequence[Piece], is_compiled: bool = False) -> Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -93,14 +94,11 @@ class Slot:
 
     def moments(self) -> dict[str, Tensor]:
         """Return the moments, fp32, local shape: the live tensors if these are fp32. Zeros before the first step."""
-        if not self._moments:
-            like = self.piece.value.detach()
-            for name in self.names:
-                self._keep(name, torch.zeros_like(like, dtype=torch.float32))
-        return {
-            name: dequantize(moment, self.is_compiled) if isinstance(moment, Quantized) else moment
-            for name, moment in self._moments.items()
-        }
+        return {name: self._widened(name) for name in self.names}
+
+    def moments_to_save(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        """Return the live moments; of those that are kept in 8 bits, functions that make them, fp32."""
+        return {name: partial(self._widened, name) for name in self.names} if self.settings.int8 else {**self.moments()}
 
     def kept(self) -> dict[str, Tensor]:
         """Return the live tensors that hold the moments; none before the first step."""
@@ -146,6 +144,12 @@ class Slot:
         value = self.piece.value.detach()
         if value.dtype == torch.bfloat16:
             value.copy_(self._at_random().to_bf16(update.weight, *key, "weight"))
+
+    def _widened(self, name: str) -> Tensor:
+        if name not in self._moments:
+            self._keep(name, torch.zeros_like(self.piece.value.detach(), dtype=torch.float32))
+        moment = self._moments[name]
+        return dequantize(moment, self.is_compiled) if isinstance(moment, Quantized) else moment
 
     def _keep(self, name: str, moment: Tensor) -> None:
         self._moments[name] = quantize(moment, MOMENT_CODES[name]) if self.settings.int8 else moment

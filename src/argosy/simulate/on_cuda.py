@@ -321,13 +321,14 @@ class _Rank:
         evaluate(self._state.model, HeldOut(self._rows(), 1.0, DOCUMENT_END_ID), self._plan.microbatch, self._world)
 
     def state_bytes(self) -> int:
-        return sum(map(box_bytes, self._state.boxes()))
+        return sum(map(box_bytes, self._state.to_save()))
 
     def copy_state(self) -> None:
         """Copy this rank's part of the state into a file in memory, as in-memory checkpoints do."""
         file = os.memfd_create("argosy-simulate")
         try:
-            write_shard(file, {box: tensor for box, tensor in self._state.boxes().items() if travels(box)}, {})
+            tensors = self._state.to_save()
+            write_shard(file, tensors, {}, [box for box in tensors if travels(box)])
         finally:
             os.close(file)
 

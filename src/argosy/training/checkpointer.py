@@ -16,6 +16,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.rank_writer import words
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
+from argosy.checkpoint.shards import TensorsToSave
 from argosy.checkpoint.store import Checkpoint, Choice
 from argosy.checkpoint.weights import MODEL_PREFIX, SCORE, fill_from_checkpoint, fill_from_folder
 from argosy.checkpoint.writer import Upkeep
@@ -108,7 +109,7 @@ class Checkpointer:
             has_optimizer=True,
             files={},
         )
-        self._saver.save(state.boxes() | generators(self._world), manifest, state.in_flight())
+        self._saver.save(TensorsToSave(state.to_save(), generators(self._world)), manifest, state.in_flight())
         self._save_before_s, self.last_save_s = self.last_save_s, time.monotonic()
         if not background:
             self._saver.wait()

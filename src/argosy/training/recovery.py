@@ -23,6 +23,7 @@ from argosy.checkpoint.directory import Transfer, match
 from argosy.checkpoint.exchange import CorruptMessage, Traffic, carry, travels
 from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.memory import MemoryCheckpoint, memory_checkpoints_in, node_name
+from argosy.checkpoint.shards import TensorsToSave
 from argosy.errors import ArgosyError
 from argosy.faults import fault
 from argosy.parallel.encoding import ErrorRecord, SentTensor
@@ -210,7 +211,7 @@ def recover(
     history = max((some.history for some in said), key=lambda h: (h.depth, h.world), default=History())
 
     def wanted(past: SavedSyncState) -> list[Box]:
-        return [box for box in state.boxes(past) if travels(box)]
+        return [box for box in state.to_save(past) if travels(box)]
 
     offers = [source.offer for source in sources]
     found = over(group, newest_whole_state(peers, offers, claims, wanted, history, sources.is_whole))
@@ -305,9 +306,10 @@ class _Sources(list[_Source]):
 def _live(survivor: TrainState | None) -> list[_Source]:
     if survivor is None or survivor.in_update:
         return []
-    tensors = {box: tensor for box, tensor in survivor.boxes().items() if travels(box)}
-    claim = Claim(survivor.history, survivor.position, is_live=True, past=SavedSyncState.of(tensors))
-    return [_Source(RecoveryOffer(claim, tuple(tensors)), tensors)]
+    tensors = survivor.to_save()
+    boxes = tuple(box for box in tensors if travels(box))
+    claim = Claim(survivor.history, survivor.position, is_live=True, past=SavedSyncState.of(boxes))
+    return [_Source(RecoveryOffer(claim, boxes), tensors)]
 
 
 def _in_memory(folder: Path | None, place: int, ranks: int) -> list[_Source]:
@@ -359,9 +361,7 @@ def _take(
     group: dist.ProcessGroup | None,
 ) -> Traffic:
     """Carry out the transfers of `found`, and take the state over. Raises: CorruptMessage, RuntimeError."""
-    held: dict[Box, Tensor] = {}
-    for i in reversed(found.used):
-        held |= sources[i].tensors()
+    held = TensorsToSave(*(sources[i].tensors() for i in reversed(found.used)))
     for attempt in range(EXCHANGE_ATTEMPTS):
         try:
             traffic = carry(found.transfers, held, tensors, group)

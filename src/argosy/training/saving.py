@@ -47,7 +47,7 @@ class MemoryCheckpointing:
         folder, every = memory_folder(), self._run.resilience.memory_checkpoint_every_steps
         if folder is None or not every:
             return
-        boxes, events = [box for box in self._state.boxes() if travels(box)], self._records.events
+        boxes, events = [box for box in self._state.to_save() if travels(box)], self._records.events
 
         def failed(why: str) -> None:
             events.write("memory_checkpoint_failed", why=why)
@@ -73,7 +73,7 @@ class MemoryCheckpointing:
     def save(self) -> None:
         """Save the state. Returns when this rank's part is copied."""
         if self._checkpointer is not None:
-            self._checkpointer.save(self._state.position, self._state.boxes())
+            self._checkpointer.save(self._state.position, self._state.to_save())
         if self._pace is not None:
             self._pace.saved(self._state.step)
 

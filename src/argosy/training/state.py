@@ -13,7 +13,7 @@ from argosy.accelerator import peak_memory_bytes, random_state, set_random_state
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.directory import deal
 from argosy.checkpoint.history import History, Position
-from argosy.checkpoint.shards import part_box, wholes
+from argosy.checkpoint.shards import TensorsToSave, part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
 from argosy.models.quantised_weight import QuantisedWeight
@@ -194,14 +194,24 @@ class TrainState:
         return found
 
     def boxes(self, past: SavedSyncState | None = None) -> dict[Box, Tensor]:
-        """Return all tensors of this rank's part: plain, most of them live, to copy, or to fill (then `restored`).
+        """Return all tensors of this rank's part: plain, most of them live, to fill (then `restored`).
 
-        past: what a state to fill them from has of compressors' memory; None: return this state's own.
+        Moments that are kept in 8 bits are fp32 here, in the host's memory. past: what a state to fill them from has of
+        compressors' memory; None: return this state's own.
         """
-        parts = self.weights()
+        parts = self._all(past)
+        return {box: part if isinstance(part, Tensor) else part().cpu() for box, part in parts.items()}
+
+    def to_save(self, past: SavedSyncState | None = None) -> TensorsToSave:
+        """Return the same tensors to copy: moments that are kept in 8 bits are widened one at a time."""
+        return TensorsToSave(self._all(past))
+
+    def _all(self, past: SavedSyncState | None) -> dict[Box, Tensor | Callable[[], Tensor]]:
+        parts: dict[Box, Tensor | Callable[[], Tensor]] = {**self.weights()}
         for piece in self.model.masters:
-            for key, tensor in self.optimizer.state_of(piece).items():
-                parts[_part(f"optimizer.{piece.name}.{key}", piece, tensor)] = tensor.detach()
+            for key, part in self.optimizer.state_to_save(piece).items():
+                like = part if isinstance(part, Tensor) else piece.value.detach().to("meta", torch.float32)
+                parts[_part(f"optimizer.{piece.name}.{key}", piece, like)] = part
         memory = SyncMemory(self.model)
         parts |= memory.boxes() if past is None else memory.wanted(past)
         if self.outer is not None:
