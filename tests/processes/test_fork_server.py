@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,36 @@ def load_compiler() -> None:
     from argosy import compiler
 
     compiler.load()
+
+
+class Heap(ctypes.Structure):
+    """glibc's mallinfo2(3)."""
+
+    _fields_ = [("arena", ctypes.c_size_t), ("others", ctypes.c_size_t * 9)]
+
+
+def free_and_allocate() -> None:
+    """Entry: hold 38 MiB in 40 blocks aligned as tensors are, free half of them and allocate them anew, 40 times; tell
+    how far the heap has grown."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-4, 0)  # M_MMAP_MAX
+    libc.mallinfo2.restype, libc.free.argtypes = Heap, [ctypes.c_void_p]
+
+    def allocated(size: int) -> ctypes.c_void_p:
+        block = ctypes.c_void_p()
+        libc.posix_memalign(ctypes.byref(block), 64, size)
+        return block
+
+    before, draw = libc.mallinfo2().arena, random.Random(0)
+    sizes = [quarters * 2**18 for quarters in (1, 2, 3, 5, 8) for _ in range(8)]
+    held = [allocated(size) for size in sizes]
+    for _ in range(40):
+        some = draw.sample(range(40), 20)
+        for i in some:
+            libc.free(held[i])
+        for i in draw.sample(some, 20):
+            held[i] = allocated(sizes[i])
+    channel_to_parent().send("grown", bytes=libc.mallinfo2().arena - before)
 
 
 def stand_still() -> None:
@@ -134,6 +166,17 @@ def test_it_forks_what_is_asked_for_with_a_channel_and_an_environment_of_its_own
     assert forked == {"a": hellos[0]["pid"], "b": hellos[1]["pid"]}
     blue.send("say", text="x" * 200_000)
     assert len(blue.receive()["of"]) == 200_000
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="another C library than glibc")
+@pytest.mark.parametrize(("tunables", "fits"), [(None, True), ("glibc.malloc.tcache_max=1032", False)])
+def test_aligned_blocks_fit_into_the_holes_of_others_unless_the_user_sets_another_heap(monkeypatch, tunables, fits):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if tunables:
+        monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    with closing(ForkServer("colorsys")) as forks:
+        grown = forks.fork("a", ForkEntry.of(free_and_allocate), {}).receive()["bytes"]
+    assert (grown < 1.1 * 38 * 2**20) is fits
 
 
 def test_a_fork_server_that_is_stopped_while_it_starts_is_waited_for_in_vain_and_replaced(fork_server):

@@ -56,6 +56,12 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """torch's environment variable: "1" has `torch.cuda.is_available`, which its compiler calls when it is imported, ask
 NVML. CUDA itself, once asked, works in no process that is forked afterwards."""
 
+GLIBC_TUNABLES = "GLIBC_TUNABLES"
+"""glibc's environment variable, read when a process starts."""
+FEW_HOLES = "glibc.malloc.tcache_max=24:glibc.malloc.mxfast=0"
+"""Its value, where the user has set none. An aligned tensor leaves up to 96 bytes free before and behind it. By default
+glibc keeps these apart for small objects, so that no tensor of that size fits into the hole that the first one leaves
+(`benchmarks/results/planner_memory_cpu.md`)."""
 ANSWER_LOOK_S = 0.5
 """Time between two looks at a process that is waited for."""
 FORK_S, FORK_AGAIN_S = 10.0, 0.1
@@ -86,7 +92,14 @@ class ForkServer:
         # Workers, and the compilers that they start, are told of a terminal's Ctrl-C by their agent, and not by the
         # terminal. What workers print is for it all the same.
         self._process = tried(
-            partial(Child, "argosy.processes.fork_server", self._imports, stdout=self._stdout, stderr=self._stderr)
+            partial(
+                Child,
+                "argosy.processes.fork_server",
+                self._imports,
+                environment={GLIBC_TUNABLES: os.environ.get(GLIBC_TUNABLES, FEW_HOLES)},
+                stdout=self._stdout,
+                stderr=self._stderr,
+            )
         )
         self.has_forked = False
         """True once it has forked any process."""

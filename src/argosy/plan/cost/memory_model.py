@@ -147,7 +147,9 @@ class MemoryModel(LayerMemory):
             workspace=constants.workspace_bytes
             + update
             + self._received()
-            + system.saves_here * (saved * weight_bytes + moment_bytes) / plans.replicas,
+            + system.saves_here
+            * (saved * weight_bytes + np.maximum(moment_bytes, mine * system.widened_bytes))
+            / plans.replicas,
             reserve=np.zeros(1),
         )
         return Footprint(**{**vars(used), "reserve": constants.fragmentation * (comes_and_goes + update)})
