@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # there is no public
 
 from argosy.models import loss
 from argosy.models.loss import chunk_loss_and_gradient, summed_cross_entropy
+from argosy.simulate.fake import LiveBytes
 
 TOKENS, WIDTH, VOCAB = 61, 16, 50
 
@@ -133,6 +134,19 @@ def test_the_full_logits_never_exist(train, monkeypatch):
         if train:
             value.backward()
     assert 0 < largest.elements <= 2048 * 4  # no more than the input; all logits would be 2048 * 256
+
+
+def test_a_chunk_leaves_nothing_beside_the_next_but_the_sums_of_gradients(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 64 * 512)
+    monkeypatch.setattr(loss, "LEAST_CHUNK_ROWS", {"cpu": 1})
+    weight, most = torch.randn(512, 64, requires_grad=True), {}
+    for chunks in (1, 3):
+        x = torch.randn(64 * chunks, 64, dtype=torch.bfloat16, requires_grad=True)
+        with LiveBytes() as live:
+            summed_cross_entropy(x, weight, torch.zeros(len(x), dtype=torch.int64))
+        most[chunks] = live.most
+    of_weight, of_inputs, of_tokens = 4 * weight.numel(), 2 * 2 * 64 * 64, 4 * 8 * 64
+    assert most[3] - most[1] <= of_weight + of_inputs + of_tokens
 
 
 def test_a_frozen_head_takes_fewer_tokens_at_once():

@@ -140,6 +140,8 @@ def weighted_gradients(
         if needs[1]:
             product = dense(gradient_CV.T, x.T)
             grad_weight = product.float() if grad_weight is None else grad_weight.add_(product)
+            del product  # it would stay beside the next chunk's logits, as would the gradient of these
+        del gradient_CV
     return torch.stack(losses).sum(), grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype)
 
 
