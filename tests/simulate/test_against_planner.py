@@ -74,6 +74,8 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt-oss-20b", "microbatch=1", {}),
     ("deepseek-v2-lite", "microbatch=1", {}),
     ("qwen3-next-80b-a3b", "recompute=selective", {}),
+    ("qwen3.5-4b", "microbatch=1", {"lora.rank": 16}),
+    (MIXTURE, "recompute=full,recompute_every=2", {"model.moe.every": 2}),
     ("llama-60m", "precision=fp32,microbatch=4", {}),
 ]
 SMALL = 0.02

@@ -28,6 +28,8 @@ weight twice and adds to its gradient: 16 bytes a weight, for 6 FLOPs a weight a
 in the time of a byte, so much traffic takes as long as 500 tokens."""
 FROZEN_CHUNK_ROWS = 512
 """Tokens at most, in their place, where the head is frozen: 4 bytes a weight, for 4 FLOPs a weight and token."""
+MOST_EVERY = 8
+"""Largest value of `recompute_every` for which the planner looks which layers are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,22 @@ def names_of_heads(model: ModelConfig, heads: int, kv_heads: int) -> tuple[str, 
     keys = (f"model.{'attention.' * bool(getattr(attention, key))}{key}" for key in ("heads", "kv_heads"))
     named = [f"{key} = {number}{where}" for key, number in zip(keys, (heads, kv_heads), strict=True)]
     return named[0], named[1]
+
+
+def passed_over(model: ModelConfig) -> tuple[tuple[float, float, float], ...]:
+    """Return for each n of MOST_EVERY: n, and the shares of layers with experts, and with a delta-net, among those
+    whose number is no multiple of n, which `recompute_every` = n passes over; where all layers have other shares."""
+    specs = [layer_spec(model, layer) for layer in range(max(model.all_layers, 1))]
+    unlike = [(float(spec.has_experts), float(spec.delta_net is not None)) for spec in specs]
+    if len(set(unlike)) < 2:
+        return ()
+
+    def shares(some: list[tuple[float, float]]) -> tuple[float, float]:
+        experts, deltas = map(sum, zip(*some, strict=True))
+        return experts / len(some), deltas / len(some)
+
+    some = {n: [one for layer, one in enumerate(unlike) if layer % n] for n in range(2, MOST_EVERY + 1)}
+    return tuple((float(n), *shares(ones)) for n, ones in some.items() if ones and shares(ones) != shares(unlike))
 
 
 def mean_sizes(model: ModelConfig, seq_len: int) -> dict[str, Any]:

@@ -12,9 +12,9 @@ planner follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from argosy.config.model import ModelConfig
 from argosy.config.optimizer import is_frozen
@@ -166,6 +166,35 @@ def quantised_shares(run: RunConfig, table: Table) -> dict[str, float]:
         "quantised_dense": sum(math.prod(p.shape) for p in linear if not p.is_expert) / dense,
         "quantised_experts": float(run.model.moe.experts > 0),
         "quantised_bytes": size / sum(math.prod(p.shape) for p in linear),
+    }
+
+
+def adapter_sizes(run: RunConfig, table: Table) -> dict[str, Any]:
+    """Return the sizes of the run's adapter, as the workload calls them: means over the layers."""
+    parts = {name: p for name, p in table.items() if p.is_adapter}
+    layers, each = run.model.all_layers, run.model.moe.experts_per_token
+
+    def parameters(is_expert: bool, is_cut: bool) -> float:
+        some = (p for p in parts.values() if (p.is_expert, p.tp_dim is not None) == (is_expert, is_cut))
+        return sum(math.prod(p.shape) for p in some) / layers
+
+    def numbers(part: str, dim: int, is_cut: Collection[bool] = (False, True)) -> float:
+        """Numbers of a token at this dim of these parts; an expert's as often as a token goes to one, lengths twice."""
+        of_part = (p for n, p in parts.items() if n.endswith(f".{part}") and (p.tp_dim is not None) in is_cut)
+        return sum((each * (1 + (part == "magnitude")) if p.is_expert else 1) * p.shape[dim] for p in of_part) / layers
+
+    return {
+        "adapter_rank": run.lora.rank,
+        "adapter_whole": parameters(is_expert=False, is_cut=False),
+        "adapter_cut": parameters(is_expert=False, is_cut=True),
+        "adapter_experts_whole": parameters(is_expert=True, is_cut=False),
+        "adapter_experts_cut": parameters(is_expert=True, is_cut=True),
+        "adapter_inputs": numbers("a", -1),
+        "adapter_outputs": numbers("b", -2),
+        "adapters": numbers("a", -2) / max(1, run.lora.rank),
+        "adapter_kept": numbers("magnitude", -1),
+        "dropped_whole": numbers("a", -1, [False]) if run.lora.dropout else 0,
+        "dropped_cut": numbers("a", -1, [True]) if run.lora.dropout else 0,
     }
 
 

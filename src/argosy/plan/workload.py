@@ -7,18 +7,19 @@ All fields are plain numbers, or tuples of them, so that many jobs can be stacke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds, mean_sizes
+from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds, mean_sizes, passed_over
 from argosy.plan.parameters import (
     NORMS_OF_PLACE,
     Stage,
     Table,
     adapter_of,
+    adapter_sizes,
     quantised_shares,
     reached_layers,
     run_table,
@@ -109,6 +110,8 @@ class Workload:
     """Width of the rotated part of latent attention's keys."""
     delta_layers: Numbers = 0
     """Layers with a gated delta-net in place of attention."""
+    delta_after: Numbers = 0
+    """Layers after the last of these."""
     delta_heads: Numbers = 0
     """Value heads of one; each has a state."""
     delta_key_heads: Numbers = 0
@@ -122,6 +125,9 @@ class Workload:
     trained_head: Numbers = 1
     scored: Numbers = 0
     """1 if the head gives a score, one number, in place of logits; `tied` is 1 then."""
+    passed_over: tuple[tuple[Numbers, Numbers, Numbers], ...] = ()
+    """Values of `recompute_every`, each with the shares of layers with experts, and with a delta-net, among those that
+    are not recomputed, if these differ from the shares among all."""
     reached: Numbers = 1
     """Share of the layers that backward reaches."""
     read_dense: Numbers = 1
@@ -164,7 +170,7 @@ class Workload:
         head = "score" if run.model.score else "embedding" if run.model.tie_embeddings else "head"
         return replace(
             whole,
-            **_adapters(run, table) | quantised_shares(run, table),
+            **adapter_sizes(run, table) | quantised_shares(run, table),
             trained_dense=_share(dense, lambda name: table[name].is_trained),
             trained_experts=_share(experts, lambda name: table[name].is_trained),
             read_dense=_share(dense, lambda name: _is_read(name, table, run)),
@@ -180,6 +186,7 @@ class Workload:
         """Return the workload of a step of `global_batch` sequences of `seq_len` tokens."""
         latent, moe = bool(model.mla.kv_rank), model.moe
         moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.all_layers))
+        deltas = [n for spec, layers in layer_kinds(model).items() if spec.delta_net is not None for n in layers]
         sizes, of_gated = mean_sizes(model, seq_len), 7 if model.ffn_limit else 4
         gates = {"number": 1.0, "head": 1 / sizes["value_width"]}[model.attention.gate_over] * model.attention.gate
         return cls(
@@ -198,6 +205,7 @@ class Workload:
             global_batch=global_batch,
             gates=gates,
             further=model.mtp.modules,
+            passed_over=passed_over(model),
             moe_layers=moe_layers,
             experts=moe.experts,
             experts_per_token=moe.experts_per_token if moe.experts else 0,
@@ -209,7 +217,8 @@ class Workload:
             q_rank=model.mla.q_rank if latent else 0,
             kv_rank=model.mla.kv_rank,
             rope_width=model.mla.rope_width if latent else 0,
-            delta_layers=sum(len(n) for spec, n in layer_kinds(model).items() if spec.delta_net is not None),
+            delta_layers=len(deltas),
+            delta_after=model.all_layers - 1 - max(deltas, default=model.all_layers - 1),
             delta_heads=model.delta_net.value_heads,
             delta_key_heads=model.delta_net.key_heads,
             delta_key_width=model.delta_net.key_width if model.delta_net.key_heads else 0,
@@ -333,9 +342,13 @@ class Workload:
         """Parameters of `matrix_parameters` that are trained."""
         experts = self.moe_layers * self.expert_parameters
         ends = (2 - self.tied) * self.vocabulary_parameters
-        trained_ends = (self.trained_embedding + (1 - self.tied) * self.trained_head) * self.vocabulary_parameters
-        dense = self.matrix_parameters - experts - ends
-        return self.trained_dense * dense + self.trained_experts * experts + trained_ends + self.adapter_parameters
+        trained = self.trained_dense * (self.matrix_parameters - experts - ends) + self.trained_experts * experts
+        return trained + self.trained_ends + self.adapter_parameters
+
+    @property
+    def trained_ends(self) -> Numbers:
+        """Parameters of embedding and head that are trained."""
+        return (self.trained_embedding + (1 - self.tied) * self.trained_head) * self.vocabulary_parameters
 
     @property
     def adapter_parameters(self) -> Numbers:
@@ -407,35 +420,6 @@ def _is_read(name: str, table: Table, run: RunConfig) -> bool:
         return table[name].is_trained
     inner = table.get(f"{adapter_of(name)}.a")
     return table[name].is_trained or (inner is not None and inner.is_trained)
-
-
-def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
-    """Return the figures of the run's adapter, by the workload's names."""
-    parts = {name: p for name, p in table.items() if p.is_adapter}
-    layers, each = run.model.all_layers, run.model.moe.experts_per_token
-
-    def parameters(is_expert: bool, is_cut: bool) -> float:
-        some = (p for p in parts.values() if (p.is_expert, p.tp_dim is not None) == (is_expert, is_cut))
-        return sum(math.prod(p.shape) for p in some) / layers
-
-    def numbers(part: str, dim: int, is_cut: Collection[bool] = (False, True)) -> float:
-        """Numbers of a token at this dim of these parts; an expert's as often as a token goes to one, lengths twice."""
-        of_part = (p for n, p in parts.items() if n.endswith(f".{part}") and (p.tp_dim is not None) in is_cut)
-        return sum((each * (1 + (part == "magnitude")) if p.is_expert else 1) * p.shape[dim] for p in of_part) / layers
-
-    return {
-        "adapter_rank": run.lora.rank,
-        "adapter_whole": parameters(is_expert=False, is_cut=False),
-        "adapter_cut": parameters(is_expert=False, is_cut=True),
-        "adapter_experts_whole": parameters(is_expert=True, is_cut=False),
-        "adapter_experts_cut": parameters(is_expert=True, is_cut=True),
-        "adapter_inputs": numbers("a", -1),
-        "adapter_outputs": numbers("b", -2),
-        "adapters": numbers("a", -2) / max(1, run.lora.rank),
-        "adapter_kept": numbers("magnitude", -1),
-        "dropped_whole": numbers("a", -1, [False]) if run.lora.dropout else 0,
-        "dropped_cut": numbers("a", -1, [True]) if run.lora.dropout else 0,
-    }
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:

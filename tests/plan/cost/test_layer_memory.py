@@ -13,13 +13,14 @@ from torch import Tensor
 from argosy.config.load import load
 from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
+from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.initialize import materialize
 from argosy.plan.cost.layer_memory import LayerMemory
 from argosy.plan.cost.rates import System
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.workload import Workload
-from tiny import LATENT, model_config
+from tiny import DELTA_NET, LATENT, model_config
 
 ROWS, SEQ_LEN = 2, 64
 TOKENS = ROWS * SEQ_LEN
@@ -34,10 +35,16 @@ def only(numbers: Any) -> float:
     return float(np.squeeze(numbers))
 
 
-def saved_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Memory that autograd holds after forward, without weights."""
+def saved_bytes(model: ModelConfig, dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> int:
+    """Memory that autograd holds after forward, without weights; delta-nets recompute nothing. `frozen`: words in names
+    of parameters."""
     decoder = Decoder(model, dtype)
     materialize(decoder, model, torch.device("cpu"), 0)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in frozen))
+    for module in decoder.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.recomputes = False
     weights = {held.untyped_storage().data_ptr() for held in (*decoder.parameters(), *decoder.buffers())}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -77,8 +84,41 @@ def test_an_eager_layer_keeps_what_autograd_saves(name: str, precision: str) -> 
     assert only(planned) == pytest.approx(two - one, rel=error)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_delta_net_keeps_less_where_its_convolutions_and_norms_are_frozen(precision: str) -> None:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = model_config(attention={"layers": ["linear"]}, delta_net=DELTA_NET)
+    saved, planned = [], []
+    for frozen, trained in ((), 1), (("conv", "norm"), 0):
+        one, two = (saved_bytes(model.model_copy(update={"layers": layers}), dtype, frozen) for layers in (1, 2))
+        saved.append(two - one)
+        layer = memory(f"precision={precision},compile=false", model, trained_dense=trained, trained_norms=trained)
+        planned.append(only(layer.kept + TOKENS * layer.delta_between))
+    # Here nothing is recomputed: frozen kernels' streams are gone too, with rows that 1, 2 and 3 tokens are padded by.
+    streams = 2 * model.delta_net.key_heads * model.delta_net.key_width
+    streams += model.delta_net.value_heads * model.delta_net.value_width
+    besides = streams * dtype.itemsize * (TOKENS + ROWS * 6)
+    assert planned[0] - planned[1] + besides == pytest.approx(saved[0] - saved[1], rel=0.01)
+
+
+def test_layers_that_recompute_passes_over_keep_what_they_have() -> None:
+    """The first of five layers and the last are recomputed; of layers that all have experts if their number is odd,
+    two in place of every second one."""
+    model = model_config(**EXPERTS, layers=5)
+    experts, dense = (memory("precision=bf16", model, moe_layers=n) for n in (5, 0))
+    again = memory("precision=bf16,recompute=full,recompute_every=4", model)
+    assert only(again.kept) == pytest.approx(only(2 * again.hidden_bytes + 3 * experts.kept) / 5)
+    turns = model_config(moe={**EXPERTS["moe"], "every": 2}, layers=4)
+    every_second = {n: memory(f"precision=bf16,recompute={n},recompute_every=2", turns) for n in ("full", "selective")}
+    assert only(every_second["full"].kept) == pytest.approx(only(again.hidden_bytes + experts.kept) / 2)
+    selective = memory("precision=bf16,recompute=selective", model, moe_layers=0)
+    assert only(every_second["selective"].kept) == pytest.approx(only(selective.kept + experts.kept) / 2)
+    # No layer is computed again before the last one, which is passed over, has given up what it kept.
+    assert only(every_second["full"].working) == pytest.approx(only(dense.working))
+
+
 def test_a_recomputed_layer_keeps_its_input_and_backward_needs_the_rest_again() -> None:
-    model = model_config()
+    model = model_config(layers=4)
     whole, again = memory("precision=bf16", model), memory("precision=bf16,recompute=full", model)
     layer_input = TOKENS * model.width * 2
     assert only(again.kept) == layer_input

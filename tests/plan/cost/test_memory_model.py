@@ -115,10 +115,23 @@ def test_ranks_have_the_layers_that_they_are_dealt():
         run = load("demo", {"model.preset": "llama-60m", **keys})
         dealt = [len(part) for part in split_layers(run.model, run.data.seq_len, pp)]
         model = MemoryModel(Layouts.of([Plan(pp=pp)]), Workload.of(run), System(), Constants())
-        place = int(np.squeeze(model.place_of_more))
+        place = int(np.squeeze(model.place_between))
         found = [model.layers_on(first=True, last=False), model.layers_on(first=False, last=True)]
         assert [int(np.squeeze(n)) for n in found] == [dealt[0], dealt[-1]], keys
         assert max(dealt[:-1]) == (model.layers_on(first=False, last=False) if place else dealt[0]), keys
+
+
+def test_a_pipeline_has_its_frozen_layers_where_they_are():
+    """Of four ranks with two layers each, two have weights alone; the third has most microbatches in flight."""
+    whole = replace(GPT, layers=8, vocab_size=1, tied=0)
+    half = replace(whole, trained_dense=0.5, reached=0.5, trained_embedding=0)
+    some, all_ = (MemoryModel(Layouts.of([Plan(pp=4)]), work, System(), Constants()) for work in (half, whole))
+    bottom, between, top = (some.on_rank(*place) for place in ((True, False), (False, False), (False, True)))
+    assert bottom.gradients == bottom.optimizer == 0
+    assert some.place_between == 2 and some.predict() == between
+    assert vars(top) == vars(all_.on_rank(first=False))
+    assert between.gradients == pytest.approx(4 * 2 * 12 * GPT.width**2)
+    assert between.activations - top.activations == pytest.approx(2 * some.kept + some.hidden_bytes, rel=0.05)
 
 
 def test_a_pipeline_s_only_microbatch_makes_gradients_while_it_gives_activations_up():

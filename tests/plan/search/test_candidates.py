@@ -10,6 +10,7 @@ import pytest
 
 from argosy.config.load import load
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
@@ -45,6 +46,14 @@ def test_evaluations_take_their_part_of_a_run(every_steps: int, full_steps: floa
     (found,) = model.choices(Layouts.of([Plan.parse(PLANS[0])]))
     productive_s = found.run.time_s.mid * found.effective.mid
     assert productive_s == pytest.approx((1908 + full_steps) * found.step_s.mid)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_is_as_large_as_the_state(optimizer: str) -> None:
+    run, cluster = RUN.with_keys(optimizer={"kind": optimizer}), Cluster.parse("16xh100")
+    exact = state_bytes(Plan(), run)
+    model = WholeRunModel(run, cluster, CostModel.of(run, cluster), tokens=1e9)
+    assert model.state_bytes == pytest.approx(exact.parameters + exact.optimizer, rel=1e-3)
 
 
 def test_objectives_rank_by_what_they_say() -> None:

@@ -7,11 +7,12 @@ T tokens of a microbatch on the rank, e bytes of an activation and everything cu
     q, k, v, out    the attention's operands and result
     ffn             each matrix's output, the product of both if gated
     experts         k times as many rows, and their tokens before and after
-    delta-net       its streams and result; all between comes and goes in backward (`_delta_between`)
+    delta-net       its streams and result; all between comes and goes in backward (`delta_between`)
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -55,19 +56,21 @@ class LayerMemory(RankSizes):
         kv = work.kv_heads_on(plans.tp) * work.kv_width
         latent = np.where(work.kv_rank > 0, 2 * (work.q_rank + work.kv_rank) + work.rope_width, 0)
         attention = queries + work.gates * values + kv + values + latent
-        of_result = np.where(self.eager, 2 + 16 / self.activation_bytes, 3) * work.delta_heads * work.delta_value_width
+        in_fp32 = 4 * (1 + work.trained_norms) / self.activation_bytes  # a norm's input, its result before factors
+        of_result = np.where(self.eager, 3 + in_fp32, 3) * work.delta_heads * work.delta_value_width
         return (1 - work.delta_share) * attention + work.delta_share * (work.delta_streams + of_result) / plans.tp
 
     @cached_property
-    def _delta_between(self) -> Numbers:
+    def delta_between(self) -> Numbers:
         """Bytes for a token between the streams and the result of a gated delta-net, that backward computes again.
 
         The factors are counted from autograd's saved tensors of `models.delta_net`: fp32 copies by heads, operands of
-        matrix products, chunks' matrices, and a state for each chunk.
+        matrix products, chunks' matrices, a state for each chunk, and what gradients of convolutions' kernels read.
         """
         work, e = self.work, self.activation_bytes
         keys, values = work.delta_key_heads * work.delta_key_width, work.delta_heads * work.delta_value_width
         between = (48 + 7 * e) * keys + (30 + 6.5 * e) * values + 10 * work.delta_heads * work.delta_key_width
+        between = between - 3 * e * (1 - work.trained_dense) * (2 * keys + values)
         return (between + 21 * work.delta_heads * DELTA_CHUNK + 4 * work.delta_state / DELTA_CHUNK) / self.plans.tp
 
     @cached_property
@@ -178,14 +181,42 @@ class LayerMemory(RankSizes):
     @cached_property
     def moved(self) -> Numbers:
         """Bytes of a layer and microbatch that go to the host: what it keeps, or a recomputed layer's input."""
-        plans = self.plans
         whole = self._of_layer - self._casts
-        again = np.where(plans.is_("recompute", "none"), 0.0, 1 / plans.recompute_every)
+        again = np.where(self.plans.is_("recompute", "none"), 0.0, self._recomputed_share)
         return np.where(self.offloads_activations, again * self.hidden_bytes + (1 - again) * whole, 0.0)
+
+    @property
+    def _recomputed_share(self) -> Numbers:
+        """Share of the layers that are recomputed: those whose number, from 0, is a multiple of `recompute_every`."""
+        layers = np.maximum(1, self.work.layers)
+        return np.ceil(layers / self.plans.recompute_every) / layers
 
     @cached_property
     def kept(self) -> Numbers:
-        """Bytes that one layer keeps until backward, with the plan's recompute."""
+        """Bytes that one layer keeps until backward, with the plan's recompute; the mean over layers."""
+        share, work = self._recomputed_share, self.work
+        kept = share * self._of_recomputed + (1 - share) * self._of_layer
+        for every, experts, deltas in work.passed_over:
+            here = (every > 1) & (self.plans.recompute_every == every)
+            if np.any(here):
+                passed = experts * work.layers, deltas * work.layers
+                again = ((all_ - (1 - share) * some) / share for all_, some in zip(self._unlike, passed, strict=True))
+                of_both = share * self._among(*again)._of_recomputed + (1 - share) * self._among(*passed)._of_layer
+                kept = np.where(here, of_both, kept)
+        return kept
+
+    @property
+    def _unlike(self) -> tuple[Numbers, Numbers]:
+        return self.work.moe_layers, self.work.delta_layers
+
+    def _among(self, moe_layers: Numbers, delta_layers: Numbers) -> LayerMemory:
+        """Return the memory of layers of which so many have experts, and so many a delta-net."""
+        work = replace(self.work, moe_layers=moe_layers, delta_layers=delta_layers, passed_over=())
+        return LayerMemory(self.plans, work, self.system)
+
+    @cached_property
+    def _of_recomputed(self) -> Numbers:
+        """Bytes that a recomputed layer keeps until backward; all, without recompute."""
         plans, work, system = self.plans, self.work, self.system
         whole = self._of_layer
         hidden = 3 * work.width / self.sequence_ranks + self._inputs
@@ -196,8 +227,7 @@ class LayerMemory(RankSizes):
         cheap = np.where(system.selective > 0, system.selective * self._fused_layer, of_matmuls)
         cheap = np.where(system.flash > 0, cheap, whole - self.tokens * self._scores)
         kept = np.where(plans.is_("recompute", "selective"), cheap, whole)
-        kept = np.where(plans.is_("recompute", "full"), self.hidden_bytes, kept)
-        return kept / plans.recompute_every + whole * (1 - 1 / plans.recompute_every)
+        return np.where(plans.is_("recompute", "full"), self.hidden_bytes, kept)
 
     @property
     def _stack(self) -> Numbers:
@@ -206,22 +236,49 @@ class LayerMemory(RankSizes):
 
     @cached_property
     def working(self) -> Numbers:
-        """Bytes that a layer's backward needs beside what was kept: recomputed activations, new gradients.
+        """Bytes that the backward of the last layers needs beside what all keep: recomputed activations, new gradients.
+
+        Those of the last layer, or of the last delta-net, when what the layers after it kept is gone.
+        """
+        after = self.work.delta_after
+        is_again = (self.work.layers - 1) % self.plans.recompute_every == 0
+        again = np.where(is_again, self._again(self._of_recomputed), 0.0)
+        if not np.any(after > 0):
+            return self._beside_lower + again
+        of_delta = self.working_lower - after * (self.kept - self.moved)
+        return np.where(after > 0, np.maximum(self._beside(False) + again, of_delta), self._beside_lower + again)
+
+    @property
+    def working_lower(self) -> Numbers:
+        """Bytes that the backward of a layer below needs beside what the mean one keeps: it is recomputed as the mean
+        layer is, as is the first, and has a delta-net if any has one."""
+        return self._beside_lower + self._again(self.kept)
+
+    @cached_property
+    def _beside_lower(self) -> Numbers:
+        return self._beside(True)
+
+    def _again(self, kept: Numbers) -> Numbers:
+        """Return the bytes of a recomputed layer that are computed again beside so many that were kept."""
+        again = np.where(self.plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - kept))
+        # An eager layer keeps its input in fp32 alone, where it is computed again beside the one that was kept.
+        has_both = self.eager & self.plans.is_("recompute", "full") & (self.activation_bytes < 4)
+        return again + np.where(has_both, self.hidden_bytes, 0.0)
+
+    def _beside(self, may_have_delta: bool) -> Numbers:
+        """Return the bytes of a layer's backward beside those of its forward; may_have_delta: of a delta-net's, if the
+        model has some.
 
         Eager, it is most at one of three operations after the gradient of the layer's result has come: the product of
         the last matrix, which gives gradients of its input and weight; the copy of the latter to fp32, when its input
         and its cast weight are gone; the gate, whose both operands get one.
         """
         plans, work = self.plans, self.work
-        again = np.where(plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - self.kept))
-        # An eager layer keeps its input in fp32 alone, where it is computed again beside the one that was kept.
-        has_both = self.eager & plans.is_("recompute", "full") & (self.activation_bytes < 4)
-        again = again + np.where(has_both, self.hidden_bytes, 0.0)
         dense, routed = work.widest_ffn * (work.dense_layers > 0), work.experts_per_token * work.expert_ffn_width
         given = self.tokens * self.activation_bytes * work.width
         inside = self.tokens * self.activation_bytes * np.maximum(dense, routed) / plans.tp
         ups = np.where(routed > dense, work.expert_matrices, work.ffn_matrices) - 1
-        between = self.tokens * self._delta_between * (work.delta_layers > 0)
+        between = may_have_delta * self.tokens * self.delta_between * (work.delta_layers > 0)
         # When a delta-net's is computed, what the feed-forward kept is gone.
         kept_inside = self._feed_forward(work.ffn_results, work.expert_results) * self.tokens * self.activation_bytes
         later = given + np.maximum(0.0, between - kept_inside)
@@ -246,7 +303,7 @@ class LayerMemory(RankSizes):
         as_held = as_held & ~plans.is_("precision", "fp16") & ~plans.shards_parameters
         of_matrix = np.where(as_held, 0.0, widest * (self.activation_bytes + 4))
         of_matrix = np.maximum(of_matrix, stack * work.quantised_experts * self.activation_bytes)
-        return again + np.where(self.eager, eager, between + 2 * given + 2 * inside + of_matrix)
+        return np.where(self.eager, eager, between + 2 * given + 2 * inside + of_matrix)
 
     def _of_adapter(self, given: Numbers, inside: Numbers, widest: Numbers, dequantised: Numbers) -> Numbers:
         """Return the bytes of an eager adapter's forward that backward has computed again when it begins with it: the

@@ -29,7 +29,7 @@ from argosy.plan.workload import Numbers, Workload
 ROUNDED_BYTES_EAGER = 16, 32
 """Bytes for an element that is rounded at random to bf16, or to eight bits, besides itself in fp32; its own if a kernel
 is compiled."""
-LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 21
+LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 18
 """Bytes of each: once in the arithmetic's format, twice in fp32, and its gradient; eager, also what lies between."""
 
 
@@ -72,7 +72,7 @@ class MemoryModel(LayerMemory):
         if np.all(plans.pp == 1):
             return self.on_rank(first=True, last=True)
         found = [self.on_rank(first=True), self.on_rank(first=False)]
-        if np.any(self.place_of_more > 0):
+        if np.any(self.place_between > 0):
             found.append(self.on_rank(first=False, last=False))
         highest = np.stack(np.broadcast_arrays(*(rank.total for rank in found))).argmax(0)
         if np.any(plans.pp == 1):
@@ -99,10 +99,10 @@ class MemoryModel(LayerMemory):
         share = self._shared(dense + ends, experts)
         held = np.where(plans.zero == 3, share, dense + ends + experts)
         beside, beside_experts = self.adapters(layers)
-        dense = dense * work.trained_dense + beside
-        experts = experts * work.trained_experts + beside_experts
-        trained = dense + trained_ends + experts
-        mine = self._shared(dense + trained_ends, experts)
+        reached = self._reached(first, last, layers)
+        dense = dense * self._trained(work.trained_dense, reached) + beside
+        experts = experts * self._trained(work.trained_experts, reached) + beside_experts
+        trained, mine = dense + trained_ends + experts, self._shared(dense + trained_ends, experts)
         moment_bytes = mine * system.moment_bytes + self._shared(trained_words, 0.0) * system.ends_moment_bytes
         summed = np.where((plans.zero <= 1) | self._adds_up, trained, mine)
         weight_bytes = self.weight_bytes
@@ -113,7 +113,7 @@ class MemoryModel(LayerMemory):
         saved = np.where(self._has_adapter, self._shared(beside, beside_experts), share)
         in_flight = self.in_flight(first, last, layers)
         # Of what goes to the host, one layer's is on its way there, or back.
-        kept = work.reached * in_flight * (self.kept - self.moved) + self.moved
+        kept = reached * in_flight * (self.kept - self.moved) + self.moved
         if not last:
             kept = kept + np.where(plans.pp > 1, self._outputs(in_flight / layers), 0.0)
         if first:
@@ -125,9 +125,9 @@ class MemoryModel(LayerMemory):
         # FSDP2 adds up whole gradients in the format in which it sums them over ranks.
         in_fsdp = plans.shards_parameters & self._adds_up
         held_gradients = summed * np.where(in_fsdp, self.reduced_bytes, self.gradient_bytes)
-        moments = self._moments(kept, layers, held_gradients, of_head, of_embedding, bool(last))
+        moments = self._moments(kept, reached * layers, held_gradients, of_head, of_embedding, bool(last))
         whole = (of_loss, of_layers, of_layers, of_loss)
-        zero, words = np.zeros(1), np.where(trained_words > 0, vocabulary, 0.0)
+        zero, words = np.zeros(1), (trained_words > 0) * vocabulary
         # The optimizer's step begins when activations are gone.
         left = (mine + trained * ((plans.zero == 1) & (plans.shares_state > 1))) * self.gradient_bytes
         opened = np.maximum(self._opened(words), self._orthogonal())
@@ -159,7 +159,7 @@ class MemoryModel(LayerMemory):
         what the plan says of the fullest, or as they are dealt out by cost; without those of multi-token prediction,
         which the last stage has."""
         plans, each, dealt = self.plans, self._stages_here, self.work.layers - self.work.further
-        place = 0 if first else plans.pp - 1 if last else self.place_of_more
+        place = 0 if first else plans.pp - 1 if last else self.place_between
         # Stages before the last one have a layer more from the first of those with more on.
         of_more = each - np.clip(np.ceil((self._first_of_more - place) / plans.pp), 0, each)
         others = self._fewest * (each - last) + of_more - last
@@ -208,11 +208,31 @@ class MemoryModel(LayerMemory):
         return (dealt - last_stage_layers(dealt, stages, worth))[of_plan]
 
     @cached_property
-    def place_of_more(self) -> NDArray[Any]:
-        """Place of the first pipeline rank that has a layer more than the first one; 0 if there is none."""
-        has_more = (self._first_of_more > 0) & (self._first_of_more < self._stages - 1)
+    def place_between(self) -> NDArray[Any]:
+        """Place of the pipeline rank between first and last that may need most, 0 if there is none: the first that has
+        a layer more than rank 0, and of which backward reaches all layers."""
+        end = self._stages - 1
+        more = np.where(self._first_of_more < end, self._first_of_more, 0)
+        place = np.maximum(more, np.ceil(self._unreached / np.maximum(1, self._fewest)))
         usual = (self.system.balanced_stages > 0) & (self._stages_here == 1) & (self._said == 0)
-        return np.where(has_more & usual, self._first_of_more, 0)
+        return np.where((place > 0) & (place < end) & usual, place, 0)
+
+    @property
+    def _unreached(self) -> Numbers:
+        """Layers, the first of the model, that backward does not reach: neither they nor the embedding are trained."""
+        return (1 - self.work.reached) * self.work.layers
+
+    def _trained(self, share: Numbers, reached: Numbers) -> Numbers:
+        """Return the share of a rank's matrices that is trained, if it is `share` of all, in layers that backward
+        reaches."""
+        return np.minimum(1, share * reached / np.where(self.work.reached > 0, self.work.reached, 1))
+
+    def _reached(self, first: bool, last: bool, layers: Numbers) -> Numbers:
+        """Return the share of a rank's layers that backward reaches: of several stages, the mean of all layers."""
+        place, of_more = self.place_between, np.maximum(0, self.place_between - self._first_of_more)
+        before = 0 if first else self.work.layers - layers if last else place * self._fewest + of_more
+        here = np.clip((before + layers - self._unreached) / np.maximum(1, layers), 0, 1)
+        return np.where((self.plans.pp > 1) & (self._stages_here == 1), here, self.work.reached)
 
     @property
     def _adds_up(self) -> NDArray[np.bool_]:
@@ -220,13 +240,14 @@ class MemoryModel(LayerMemory):
         return np.asarray((self.microbatches > 1) & (self.system.sums_once > 0))
 
     def _moments(
-        self, kept: Numbers, layers: Numbers, gradients: Numbers, of_head: Numbers, of_embedding: Numbers, last: bool
+        self, kept: Numbers, reached: Numbers, gradients: Numbers, of_head: Numbers, of_embedding: Numbers, last: bool
     ) -> list[tuple[Numbers, Numbers, Numbers]]:
         """Return activations, what the loss needs, and gradients at the moments of a step one of which is its peak.
 
-        kept: of all layers in flight; gradients: of all that is trained, of which the head's come first, and the
-        embedding's last. A step of one microbatch makes them while it gives its activations up. All later ones add to
-        them, so that a new one of head or embedding is there for a moment beside the sum.
+        kept: of all layers in flight; reached: the rank's layers that backward reaches; gradients: of all that is
+        trained, of which the head's come first, and the embedding's last. A step of one microbatch makes them while it
+        gives its activations up. All later ones add to them, so that a new one of head or embedding is there for a
+        moment beside the sum.
         """
         work, hidden = self.work, self.tokens * self.work.width / self.sequence_ranks
         alone = (self.microbatches <= 1) & (self.plans.stages_here == 1) & (self.system.gradient_buffers == 0)
@@ -236,7 +257,7 @@ class MemoryModel(LayerMemory):
             (kept, loss, np.where(alone, 0.0, gradients)),
             (kept + self.working, waiting, np.where(alone, of_head, gradients)),
             (
-                (kept - self.moved) / np.maximum(1, work.reached * layers) + self.moved + self.working,
+                (kept - self.moved) / np.maximum(1, reached) + self.moved + self.working_lower,
                 np.zeros(1),
                 gradients - np.where(is_once, of_embedding, 0.0),
             ),
@@ -286,7 +307,7 @@ class MemoryModel(LayerMemory):
         """Return the layers whose activations are alive at once: microbatches in flight times layers of the rank."""
         plans, stages = self.plans, self._stages_here
         chunks = 2 * (plans.pp - 1) + (stages - 1) * plans.pp + 1 if first else (stages - 1) * plans.pp + 1
-        after = plans.pp if first else 1 if last else plans.pp - self.place_of_more
+        after = plans.pp if first else 1 if last else plans.pp - self.place_between
         at_most = np.where(plans.is_("schedule", "gpipe"), self.microbatches, after)
         at_most = np.where(plans.is_("schedule", *INTERLEAVED), chunks / stages, at_most)
         at_most = np.where(plans.is_("schedule", *V_SHAPED), (2 * plans.pp + 1) / 2, at_most)

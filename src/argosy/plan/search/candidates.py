@@ -61,12 +61,17 @@ class WholeRunModel:
         """Return what agreeing with other sites adds to a step of a site that takes `step_s`, on average over steps."""
         return exchange_s(self.costs, self.cluster, step_s) if self.run.sites else 0.0
 
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of a checkpoint: weights in fp32, and moments."""
+        work, system = self.costs.workload, self.costs.system
+        moment_bytes = system.moment_bytes * work.trained_parameters + system.ends_moment_bytes * work.trained_ends
+        return float(4 * work.saved_parameters + moment_bytes)
+
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
         """Return the effect of failures on jobs on so many devices of a site."""
-        work, moment_bytes = self.costs.workload, self.costs.system.moment_bytes
-        state_bytes = float(4 * work.saved_parameters + moment_bytes * work.trained_parameters)
         used = np.asarray(devices * self.sites, float)
-        saving = checkpoint_cost(self.cluster, state_bytes, used, self.run.checkpoint.background)
+        saving = checkpoint_cost(self.cluster, self.state_bytes, used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)
 
     def whole(self, plans: Layouts, devices: NDArray[np.int64], step_s: Estimate, failures: Goodput) -> WholeRun:
