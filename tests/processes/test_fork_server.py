@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from argosy.errors import STOP_SIGNALS
 from argosy.processes import fork_server as module
 from argosy.processes.child import ChannelClosed, Child, ForkEntry, Message, channel_to_parent
-from argosy.processes.fork_server import ForkServer, Unanswered, tried
+from argosy.processes.fork_server import RENDEZVOUS, ForkServer, Unanswered, tried
 from waiting import wait_until
 
 
@@ -333,3 +335,21 @@ def test_a_process_of_one_that_has_loaded_the_compiler_can_use_a_gpu():
     channel = forks.fork("of a GPU", ForkEntry.of(use_gpu), {})
     assert forks.answer("of a GPU", channel, limit_s=120)["value"] == 3.0
     forks.close()
+
+
+@pytest.mark.parametrize(("entry", "handler"), [(ForkEntry.of(greet), signal.SIG_DFL), (RENDEZVOUS, signal.SIG_IGN)])
+def test_a_signal_to_all_processes_of_a_job_does_not_end_the_store(monkeypatch, entry, handler):
+    """As SLURM sends SIGTERM: workers save then, in a world that may just be forming."""
+    found = []
+    monkeypatch.setattr(module, "channel_to_parent", lambda: None)
+    monkeypatch.setattr(module, "gc", SimpleNamespace(disable=lambda: None, freeze=lambda: None))
+    monkeypatch.setattr(module, "_serve", lambda _: entry)
+    monkeypatch.setattr(module, "_call_and_exit", lambda _: found.extend(map(signal.getsignal, STOP_SIGNALS)))
+    monkeypatch.setattr(sys, "argv", ["fork_server", "colorsys"])
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        module.main()
+    finally:
+        for number, other in before.items():
+            signal.signal(number, other)
+    assert set(found) == {handler}

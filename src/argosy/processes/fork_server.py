@@ -200,7 +200,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # a terminal or SLURM sends them to all
     entry = _serve(client)
     if entry is not None:
-        for number in STOP_SIGNALS:
+        for number in STOP_SIGNALS if entry != RENDEZVOUS else ():  # a world that saves needs its store to the end
             signal.signal(number, signal.SIG_DFL)
         _call_and_exit(entry)
 
