@@ -19,6 +19,7 @@ import torch.distributed as dist
 from argosy.checkpoint import fence, store
 from argosy.checkpoint import save as save_module
 from argosy.checkpoint.checksums import shard_name
+from argosy.checkpoint.fence import OWNER
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.writer import Upkeep
@@ -348,14 +349,15 @@ def test_what_is_committed_is_verified_and_older_ones_are_deleted_after_that(tmp
 
 
 def test_one_that_is_kept_for_good_is_copied_later_if_its_own_copy_failed(tmp_path):
-    run_dir, there = tmp_path / "mine", tmp_path / "there"
-    run_dir.mkdir()
-    there.write_text("")  # no folder can be made there
+    run_dir, there, other = tmp_path / "mine", tmp_path / "there", tmp_path / "other/mine"
+    for folder in (run_dir, other):
+        folder.mkdir(parents=True)
+    assert Remote(str(there), other).steps() == []  # the place is another run's
     failing = Saving(run_dir, upkeep=Upkeep(2, 2, str(there)))
     for step in (1, 2, 3):
         failing.save(step, step)
     failing.close()
-    there.unlink()
+    (there / "mine" / OWNER).unlink()
     saving = Saving(run_dir, upkeep=Upkeep(2, 2, str(there)))
     saving.save(5.0, step=5)
     saving.close()

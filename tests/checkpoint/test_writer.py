@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from argosy.checkpoint import store, writer
 from argosy.checkpoint.checksums import DamagedCheckpoint, shard_name
 from argosy.checkpoint.rank_writer import SaveOrder, commit_part
+from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import WRITER
 from argosy.checkpoint.store import Checkpoint
 from argosy.checkpoint.writer import Upkeep, Writer, verify_together, vouch
@@ -155,6 +157,24 @@ def test_a_rank_that_cannot_read_its_share_says_so_and_reads_that_of_the_next(ch
         saver._upkeep.put(order(tmp_path, 1), Upkeep())
     saver._upkeep.finish()
     assert news == ["upkeep_failed"] and list(tmp_path.rglob("*.read"))
+
+
+@pytest.mark.parametrize("failures", [1, 9])
+def test_the_last_copy_is_tried_again_a_few_times(checkpoint, tmp_path, monkeypatch, failures):
+    news, put, left = list[str](), Remote.put, [ConnectionResetError("reset")] * failures
+
+    def put_later(remote: Remote, *what: Any) -> bool:
+        if left:
+            raise left.pop()
+        return put(remote, *what)
+
+    monkeypatch.setattr(Remote, "put", put_later)
+    monkeypatch.setattr(writer, "LAST_COPY_PAUSES_S", (0.0, 0.0))
+    checkpoint.mark_verified()
+    saver = Writer(-1, lambda what, /, **facts: news.append(what))
+    saver._copies.put(order(tmp_path, 0), Upkeep(remote=str(tmp_path / "there")))
+    saver._finish()
+    assert news == ["drain_failed", *(["drained"] if failures == 1 else ["drain_failed"] * 2), "closed"]
 
 
 def test_it_imports_nothing_heavy():

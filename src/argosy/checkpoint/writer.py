@@ -33,14 +33,17 @@ from typing import Any, Protocol
 
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
+from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.rank_writer import RANKS_OF_A_HEAD, SaveOrder, commit_part, words
 from argosy.checkpoint.store import Checkpoint, step_folder
-from argosy.errors import STOP_SIGNALS
+from argosy.errors import STOP_SIGNALS, UserError
 from argosy.files import atomic_write
 from argosy.processes.child import Channel, ChannelClosed, channel_to_parent, messages
 
 FIRST_WRITER_S = 1.0
 """Shortest limit of the first writer's wait for the others."""
+LAST_COPY_PAUSES_S = 2.0, 10.0
+"""Pauses before the last checkpoint is copied to the remote place once more, if that failed."""
 FOLDER_LOOK_S = 0.02, 2.0
 """The first and the longest pause between two looks at the folder."""
 
@@ -164,6 +167,7 @@ class Writer:
         self._snapshot, self._tell = snapshot, tell
         self._saves, self._upkeep, self._copies = _Line(self._save), _Line(self._look_after), _Line(self._drain)
         self._draining: int | None = None
+        self._not_copied: tuple[SaveOrder, Upkeep] | None = None
         self._is_closing = threading.Event()
 
     def save(self, order: SaveOrder, upkeep: Upkeep) -> None:
@@ -178,6 +182,10 @@ class Writer:
         self._is_closing.set()
         for line in (self._saves, self._upkeep, self._copies):
             line.finish()
+        for pause_s in LAST_COPY_PAUSES_S:
+            if self._not_copied is not None:  # no later save makes up for it
+                time.sleep(pause_s)
+                self._drain(*self._not_copied)
         self._tell("closed")
 
     def _save(self, order: SaveOrder, upkeep: Upkeep) -> None:
@@ -227,6 +235,7 @@ class Writer:
         from argosy.checkpoint.remote import Remote  # it brings fsspec and its file systems, which few runs need
 
         run_dir, began_s = Path(order.run_dir), time.monotonic()
+        self._not_copied = None
         try:
             newest = store.newest_verified(run_dir)
             if newest is None:
@@ -246,6 +255,7 @@ class Writer:
                     self._tell("drained", step=checkpoint.step, seconds=seconds, bytes=checkpoint.bytes)
             remote.prune(upkeep.keep_last, upkeep.keep_every)
         except Exception as problem:  # of whichever of fsspec's file systems
+            self._not_copied = None if isinstance(problem, UserError | Fenced) else (order, upkeep)
             self._tell("drain_failed", step=self._draining, error=words(problem))
         finally:
             self._draining = None
