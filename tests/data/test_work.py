@@ -62,6 +62,10 @@ def test_a_task_is_claimed_once_until_it_is_given_back(folder):
     assert folder.claim(TASK, "two")
     folder.release(TASK)
     assert folder.claim(TASK, "one")
+    (claim,) = folder.path.rglob("*.claim")
+    claim.write_text("")  # its worker was killed before it wrote its name
+    folder.release_all({"two"})
+    assert folder.claim(TASK, "two")
 
 
 def test_what_the_caller_wants_and_how_workers_are(folder):

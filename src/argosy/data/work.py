@@ -164,10 +164,11 @@ class WorkFolder:
         (self.path / RESULTS / f"{task}.claim").unlink(missing_ok=True)
 
     def release_all(self, workers: set[str]) -> None:
-        """Give back what these workers have claimed, which are gone."""
+        """Give back what these workers have claimed, which are gone; and what has no name, of one that was killed
+        before it could write its own."""
         for path in self._results("*.claim"):
             with suppress(OSError):
-                if path.read_text() in workers:
+                if path.read_text() in {"", *workers}:
                     path.unlink(missing_ok=True)
 
     # ---- results ------------------------------------------------------------------------------------------------
