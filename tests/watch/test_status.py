@@ -158,6 +158,13 @@ def test_a_launched_run_goes_on_by_a_command_that_can_be_given(run, engine, job,
     assert options.on == engine
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_losses_that_no_sum_can_hold_have_no_trend(run: RunFolder) -> None:
+    found = training(run, [1e308] * 70)
+    assert (found.loss.now, found.loss.mean, found.loss.trend) == (1e308, None, "unknown")
+    assert "1e+308" in "\n".join(in_text(found))
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_run_of_losses_that_are_not_finite_is_told_of_without_a_warning_of_numpy(run: RunFolder) -> None:
     found = training(run, [float("nan")] * 70)

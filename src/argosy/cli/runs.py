@@ -36,7 +36,7 @@ class Options:
     where: str = ""
     """Only runs for which this holds; a comparison with a number that a run lacks never does."""
     sort: str = ""
-    """Order by a key, the least first; -KEY: the greatest first."""
+    """Order by a key, the least first; --sort=-KEY: the greatest first."""
     json: bool = False
     """Print JSON, a run a line, with all that is known of it."""
 

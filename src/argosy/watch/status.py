@@ -248,7 +248,7 @@ def since_time_s(events: Iterable[Event], since: str, now_s: float) -> float:
 
 def _loss(reader: RunReader, validation: float | None, accuracy: float | None) -> LossStatus:
     losses = reader.steps["loss"]
-    recent = losses[np.isfinite(losses)][-2 * TREND_STEPS :]
+    recent = losses[np.abs(losses) <= np.finfo(np.float32).max][-2 * TREND_STEPS :]  # of greater ones no mean is known
     now = float(losses[-1]) if len(losses) else math.nan
     half = len(recent) // 2
     before, last = recent[:half], recent[half:]
