@@ -66,16 +66,13 @@ def match(peers: Peers, held: Collection[Box], wanted: Collection[Box]) -> Talk[
         wants[peers.owner(box.name)].append(box)
     order = {owner: _in_groups(parts) for owner, (_, parts) in postings.items()}
     posted = yield from peers.route(
-        PeerMessage(peers.rank, owner, encode((_packed(boxes), _packed(parts)), Posting))
-        for owner, (boxes, parts) in postings.items()
+        (owner, encode((_packed(boxes), _packed(parts)), Posting)) for owner, (boxes, parts) in postings.items()
     )
     answers, misfit = _settled(posted)
     misfit = yield from peers.merge(misfit, Misfit | None, _first)
     if misfit is not None:
         return misfit
-    told = yield from peers.route(
-        PeerMessage(peers.rank, rank, encode(answer, Answer)) for rank, answer in answers.items()
-    )
+    told = yield from peers.route((rank, encode(answer, Answer)) for rank, answer in answers.items())
     for letter in told:
         supplies, orders = decode(letter.data, Answer, f"rank {letter.sender}")
         for number, sender, dtype, source, part in supplies:
@@ -97,7 +94,7 @@ def deal(peers: Peers, boxes: Collection[Box]) -> Talk[list[Box]]:
     So ranks that hold the same share the work evenly.
     """
     posted = yield from peers.route(
-        PeerMessage(peers.rank, owner, encode(_packed(some), Boxes)) for owner, some in _by_owner(peers, boxes).items()
+        (owner, encode(_packed(some), Boxes)) for owner, some in _by_owner(peers, boxes).items()
     )
     holders: dict[Box, list[int]] = defaultdict(list)
     for letter in posted:
@@ -110,14 +107,10 @@ def deal(peers: Peers, boxes: Collection[Box]) -> Talk[list[Box]]:
     for together, some in shared.items():
         for_dealers[together[0]].append((list(together), _packed(some)))
     kind = list[tuple[list[int], Boxes]]
-    to_deal = yield from peers.route(
-        PeerMessage(peers.rank, dealer, encode(some, kind)) for dealer, some in for_dealers.items()
-    )
+    to_deal = yield from peers.route((dealer, encode(some, kind)) for dealer, some in for_dealers.items())
     groups = [group for letter in to_deal for group in decode(letter.data, kind, f"rank {letter.sender}")]
     dealt = shares({box: ranks for ranks, some in groups for box in _unpacked(some)})
-    mine = yield from peers.route(
-        PeerMessage(peers.rank, rank, encode(_packed(some), Boxes)) for rank, some in dealt.items()
-    )
+    mine = yield from peers.route((rank, encode(_packed(some), Boxes)) for rank, some in dealt.items())
     return [box for letter in mine for box in _unpacked(decode(letter.data, Boxes, f"rank {letter.sender}"))]
 
 
@@ -137,8 +130,7 @@ def have_all_two(peers: Peers, boxes: Collection[Box], where: str) -> Talk[bool]
     """True if each box that any rank holds is held at two places at least. `where`: this rank's, such as its node."""
     kind = tuple[str, Boxes]
     posted = yield from peers.route(
-        PeerMessage(peers.rank, owner, encode((where, _packed(some)), kind))
-        for owner, some in _by_owner(peers, boxes).items()
+        (owner, encode((where, _packed(some)), kind)) for owner, some in _by_owner(peers, boxes).items()
     )
     places: dict[Box, set[str]] = defaultdict(set)
     for letter in posted:

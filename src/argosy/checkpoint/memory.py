@@ -40,7 +40,7 @@ from argosy.checkpoint.history import History, Position, from_metadata, to_metad
 from argosy.checkpoint.shards import ShardFile, write_shard
 from argosy.files import PARTIAL
 from argosy.parallel.encoding import decode, encode
-from argosy.parallel.peers import PeerMessage, Peers, Talk, over, peers_of
+from argosy.parallel.peers import Peers, Talk, over, peers_of
 from argosy.parallel.world import World, group_in_host_memory
 
 MEMORY_VARIABLE = "ARGOSY_MEMORY"
@@ -86,8 +86,7 @@ def place(peers: Peers, node: str, held: Collection[Box], replicas_may_hang: boo
     kept = yield from deal(peers, boxes)
     is_needed = yield from peers.merge(bool(kept), bool, lambda one, other: one or other)
     mirror = yield from _mirror(peers, node)
-    asked = [PeerMessage(peers.rank, mirror, b"")] if mirror is not None and kept else []
-    guests = yield from peers.route(asked)
+    guests = yield from peers.route([(mirror, b"")] if mirror is not None and kept else [])
     return Placement(tuple(kept), mirror, tuple(letter.sender for letter in guests), is_needed)
 
 
@@ -98,8 +97,8 @@ def _mirror(peers: Peers, node: str) -> Talk[int | None]:
     firsts = int((yield from peers.merge(hex(mine), str, lambda one, other: hex(int(one, 16) | int(other, 16)))), 16)
     later = firsts & -(mine << 1) or firsts
     following = (later & -later).bit_length() - 1
-    asked = yield from peers.route([PeerMessage(peers.rank, following, b"")])
-    (answer,) = yield from peers.route([PeerMessage(peers.rank, x.sender, encode(here, list[int])) for x in asked])
+    asked = yield from peers.route([(following, b"")])
+    (answer,) = yield from peers.route((x.sender, encode(here, list[int])) for x in asked)
     there: list[int] = decode(answer.data, list[int], f"rank {following}")
     return None if there == here else there[here.index(peers.rank) % len(there)]
 
@@ -271,7 +270,7 @@ class MemoryCheckpointer:
     def _files_of_guests(self, size: int, crc: int) -> dict[int, tuple[int, int]]:
         """Return size and checksum of what each guest keeps, and tell the mirror of this rank's."""
         kind = tuple[int, int]
-        letters = [] if self._mirror is None else [PeerMessage(self._rank, self._mirror, encode((size, crc), kind))]
+        letters = [] if self._mirror is None else [(self._mirror, encode((size, crc), kind))]
         told = over(self._group, self._peers.route(letters if size else []))
         return {letter.sender: decode(letter.data, kind, f"rank {letter.sender}") for letter in told}
 

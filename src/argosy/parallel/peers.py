@@ -87,11 +87,11 @@ class Peers:
 
     def alike(self, key: str) -> Talk[list[int]]:
         """Return the ranks that give the same key as this one, ascending."""
-        asked = yield from self.route([PeerMessage(self.rank, self.owner(key), encode(key, str))])
+        asked = yield from self.route([(self.owner(key), encode(key, str))])
         ranks: dict[str, list[int]] = {}
         for letter in asked:
             ranks.setdefault(decode(letter.data, str, f"rank {letter.sender}"), []).append(letter.sender)
-        told = [PeerMessage(self.rank, rank, encode(same, list[int])) for same in ranks.values() for rank in same]
+        told = ((rank, encode(same, list[int])) for same in ranks.values() for rank in same)
         (answer,) = yield from self.route(told)
         here: list[int] = decode(answer.data, list[int], f"rank {answer.sender}")
         return here
@@ -100,14 +100,14 @@ class Peers:
         """Return the rank that keeps the entries of `name` in whatever all ranks keep together."""
         return zlib.crc32(name.encode()) % self.size
 
-    def route(self, letters: Iterable[PeerMessage]) -> Talk[list[PeerMessage]]:
-        """Send letters of which only the sender knows. Return those to this rank, ordered by sender.
+    def route(self, letters: Iterable[tuple[int, bytes]]) -> Talk[list[PeerMessage]]:
+        """Send letters (receiver, data) of which only the sender knows. Return those to this rank, ordered by sender.
 
         A crystal router (Fox et al. 1988, chapter 22): in each round the ranks are halved, and each hands its partner
         in the other half all letters that are for that half. So nobody has to know whom to wait for, each rank speaks
         to about log2(n) others, and a letter travels about log2(n)/2 times.
         """
-        held = list(letters)
+        held = [PeerMessage(self.rank, receiver, data) for receiver, data in letters]
         low, high = 0, self.size
         while high - low > 1:
             middle = low + (high - low) // 2
