@@ -207,10 +207,7 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
             ("pp", "expert_replicate", "expert_shard", "ep", "tp"),
         )
     )
-    for ranks in axes.mesh.reshape(plan.pp, -1).tolist():
-        group = dist.new_group(ranks, timeout)  # a collective: all ranks make all groups
-        if dist.get_rank() in ranks:
-            stage = group
+    stage = _along(axes.mesh.reshape(plan.pp, -1), 1, timeout)
     ends = None
     if tied_ends:
         for column in axes.mesh.reshape(plan.pp, -1).T.tolist():
@@ -255,7 +252,7 @@ def _replicas(view: Tensor, sizes: tuple[int, int], messages: int, device_type: 
 def _along(ranks: Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:
     """Make all groups along a dim; returns this rank's."""
     for members in ranks.movedim(dim, -1).flatten(0, -2).tolist():
-        group = dist.new_group(members, timeout)
+        group = dist.new_group(members, timeout)  # a collective: all ranks make all groups
         if dist.get_rank() in members:
             mine = group
     return mine
