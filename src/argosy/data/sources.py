@@ -21,7 +21,7 @@ from argosy.data.manifest import CUTTING_JOURNAL
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.errors import UserError, a_kind, near_names
 from argosy.extend.declared import CodeFile
-from argosy.extend.loading import Extension, find, where
+from argosy.extend.loading import Extension, find
 from argosy.files import fsspec_place
 
 BUILTIN_PREFIX = "builtin:"
@@ -371,7 +371,6 @@ def checksums_of(items: Iterable[str], code: Sequence[CodeFile]) -> dict[str, st
 
 
 def _checked(extension: Extension, item: str, argument: str) -> Iterator[str]:
-    declared = extension.declared
     number = 0
     try:
         for number, text in enumerate(extension.function(argument), 1):
@@ -379,7 +378,4 @@ def _checked(extension: Extension, item: str, argument: str) -> Iterator[str]:
                 raise TypeError(f"document {number} is {a_kind(text)}, not text")
             yield text
     except Exception as error:
-        place = where(error, declared.place.rpartition(":")[0])
-        raise UserError(
-            f"{place}: the {declared} raised {type(error).__name__}: {error}, after {number} documents of {item}."
-        ) from error
+        raise UserError(f"{extension.raised(error)}, after {number} documents of {item}.") from error

@@ -112,6 +112,11 @@ class Extension:
     declared: Declaration
     function: Callable[..., Any]
 
+    def raised(self, error: BaseException) -> str:
+        """Return what the user is told of an error that the function raised, with the line of it."""
+        place = where(error, self.declared.place.rpartition(":")[0])
+        return f"{place}: the {self.declared} raised {type(error).__name__}: {error}"
+
 
 def load_code(code: Sequence[CodeFile]) -> list[Extension]:
     """Import the files, each once in a process, and return all that they declare, in order.

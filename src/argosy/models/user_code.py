@@ -17,7 +17,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.packing import IGNORED
 from argosy.errors import RunFailed, UserError, a_kind
 from argosy.extend.declared import CodeFile, Declaration
-from argosy.extend.loading import Extension, find, where
+from argosy.extend.loading import Extension, find
 from argosy.models.layers import ACTIVATIONS, Activation
 
 # C tokens of a chunk, V vocabulary
@@ -28,7 +28,7 @@ class UserLoss:
 
     def __init__(self, extension: Extension):
         self.declared = extension.declared
-        self._function = extension.function
+        self._extension = extension
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's loss and the gradient of their sum. Raises: RunFailed that names the function."""
@@ -41,10 +41,9 @@ class UserLoss:
 
     def _losses(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
         try:
-            losses_C = self._function(logits_CV, targets_C)
+            losses_C = self._extension.function(logits_CV, targets_C)
         except Exception as error:
-            place = where(error, self.declared.place.rpartition(":")[0])
-            raise RunFailed(f"{place}: the {self.declared} raised {type(error).__name__}: {error}.") from error
+            raise RunFailed(f"{self._extension.raised(error)}.") from error
         if not isinstance(losses_C, Tensor) or losses_C.shape != targets_C.shape or not losses_C.requires_grad:
             what = f"{list(losses_C.shape)}" if isinstance(losses_C, Tensor) else a_kind(losses_C)
             what += " without a gradient" if isinstance(losses_C, Tensor) and not losses_C.requires_grad else ""
@@ -147,8 +146,7 @@ def _tried_activation(extension: Extension, cut: Sequence[int]) -> Tensor:
             y = extension.function(x)
             (gradient,) = torch.autograd.grad(y.sum(), x)
         except Exception as error:
-            place = where(error, declared.place.rpartition(":")[0])
-            raise UserError(f"{place}: the {declared} raised {type(error).__name__}: {error}.") from error
+            raise UserError(f"{extension.raised(error)}.") from error
         if y.shape != x.shape:
             raise UserError(
                 f"{declared.place}: the {declared} returned {list(y.shape)} for {list(x.shape)}; the shape must stay."

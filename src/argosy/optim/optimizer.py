@@ -24,7 +24,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed, UserError
 from argosy.extend import Update
 from argosy.extend.declared import CodeFile
-from argosy.extend.loading import Extension, find, where
+from argosy.extend.loading import Extension, find
 from argosy.faults import fault
 from argosy.optim.piece import Piece, Slot, opened
 from argosy.plan.cost.muon import NEWTON_SCHULZ_STEPS
@@ -383,14 +383,12 @@ class UserRule(UpdateRule):
 
     def update(self, update: Update) -> None:
         """Call the function. Raises: RunFailed."""
-        declared = self._extension.declared
         try:
             self._extension.function(update)
         except Exception as error:
-            place = where(error, declared.place.rpartition(":")[0])
             raise RunFailed(
-                f"{place}: the {declared} raised {type(error).__name__}: {error}, for {update.name} at its step "
-                f"{update.step}. Mend it, and go on with --accept-changes."
+                f"{self._extension.raised(error)}, for {update.name} at its step {update.step}. Mend it, and go on "
+                "with --accept-changes."
             ) from error
 
 
