@@ -227,23 +227,23 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
     given = {name: getattr(options, name) for name in names}
     if options.serve:
         given["seq_len"] = (options.prompt_len or PROMPT_LEN) + (options.output_len or OUTPUT_LEN)
-    asked = Question(**given, serving=options.serve, price=price)
+    question = Question(**given, serving=options.serve, price=price)
     if options.model is None:
         from argosy.launch.devices import devices_of_run
 
-        run = _run(str(options.run), replace(asked, seq_len=options.seq_len))
-        return of_run(run, Cluster.parse(cluster) if cluster else devices_of_run(run), asked)
+        run = _run(str(options.run), replace(question, seq_len=options.seq_len))
+        return of_run(run, Cluster.parse(cluster) if cluster else devices_of_run(run), question)
     if cluster is None:
         raise UserError(
             f"--model {options.model} needs --cluster, e.g. --cluster 8xh100 (nodes in a file: see docs/planning.md)."
         )
     path = expanded(options.model)
     if not (path.is_dir() or path.suffix == ".json" or "/" in options.model):
-        return of_model(options.model, cluster, asked)
+        return of_model(options.model, cluster, question)
     from argosy.models.hf import import_config  # takes seconds: it imports torch
 
     named = (path.parent if path.suffix == ".json" else path).resolve().name
-    return of_model(import_config(path), cluster, asked, named)
+    return of_model(import_config(path), cluster, question, named)
 
 
 def _serving_question(options: Options) -> ServingQuestion:
@@ -278,11 +278,11 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split("|") if word.strip()) or (text,) * bool(text)
 
 
-def _run(source: str, asked: Question) -> RunConfig:
+def _run(source: str, question: Question) -> RunConfig:
     """Return the run as `argosy train` would have it, as far as that is known before it has prepared its data."""
     from argosy.launch.resolve import with_known_length, with_known_sizes
 
-    return with_known_length(with_known_sizes(load(source, asked.keys)))
+    return with_known_length(with_known_sizes(load(source, question.keys)))
 
 
 def _priced(options: Options) -> list[tuple[str, float | None]]:
@@ -317,15 +317,15 @@ def _resize(options: Options, folder: Path) -> None:
 def _within(options: Options, limit_s: float) -> None:
     from argosy.plan.report.within import of_each, show_within
 
-    asked = []
+    requests = []
     for named, price in _priced(options) or [(None, *(options.price or [None]))]:
         cluster, is_open = _nodes_of(named)
-        asked.append((named or "this machine", _request(options, cluster, price), is_open))
-    found = of_each(asked, limit_s)
+        requests.append((named or "this machine", _request(options, cluster, price), is_open))
+    found = of_each(requests, limit_s)
     if options.json:
         write("plan-within", *found)
         return
-    run, assumed = asked[0][1].run, list(dict.fromkeys(line for each in found for line in each.assumed))
+    run, assumed = requests[0][1].run, list(dict.fromkeys(line for each in found for line in each.assumed))
     show_within(found, model_name(run.model, run.name), assumed)
 
 

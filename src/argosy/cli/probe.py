@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     from argosy.probe.probe import ProbeRequest, catalogue_device, find_probed, probe_here, probe_joined
 
     devices = find_probed(run.launch)
-    asked = ProbeRequest(
+    request = ProbeRequest(
         run=run,
         device=catalogue_device(devices.kind, options.device),
         folder=options.out.absolute().parent,
@@ -79,11 +79,11 @@ def main(argv: list[str]) -> None:
         quiet=options.json,
     )
     if "RANK" in os.environ:
-        cluster, world = probe_joined(asked)
+        cluster, world = probe_joined(request)
         if not world.is_first:
             return
     else:
-        cluster = probe_here(asked, devices.count)
+        cluster = probe_here(request, devices.count)
     cluster.save(options.out)
     answer(options.json, "probe", f"{cluster_in_words(cluster)}\nwrote {options.out}", cluster)
 

@@ -50,11 +50,11 @@ def evaluate(
     if not folders:
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
     length = _checked(seq_len or source.run.data.seq_len, source.run.model.max_seq_len)
-    asked = EvaluateRequest(list(folders), split, max_tokens, length)
+    request = EvaluateRequest(list(folders), split, max_tokens, length)
     layout = plan_named(plan)
     with _names_of_a_call():
         run_to_score(source.run, layout, length)  # what is wrong is said before processes start
-        found: Score = scores_of(source, layout, world, asked)
+        found: Score = scores_of(source, layout, world, request)
     return found
 
 
@@ -91,8 +91,8 @@ def evaluate_tasks(
     length = _checked(seq_len or min(most, LONGEST_QUESTION), most)
     with _names_of_a_call():
         run_to_score(source.run, layout, length)
-    asked = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
-    found: TaskScores = scores_of(source, layout, world, asked)
+    request = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
+    found: TaskScores = scores_of(source, layout, world, request)
     if isinstance(source, TrainedModel) and (world is None or world.is_first):
         done = source.checkpoint.step
         line = {"step": max(0, done - 1), "time_s": round(time.time(), 3), "plan": str(layout), "tasks": found}

@@ -36,7 +36,7 @@ class Backend(Protocol):
         """Return the logits of all rows, fp32 [B, T, V], in host memory."""
         ...
 
-    def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
+    def sample(self, request: SampleRequest) -> Generator[list[int | None]]:
         """Yield what `models.generate.sample_rows` does; closing it ends the work."""
         ...
 
@@ -57,8 +57,8 @@ class InThisProcess:
             raise UserError("logits: under a launcher (RANK is set) each process has only a part. Call it without one.")
         return found.cpu()
 
-    def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
-        return self._model.sample(asked, lambda: False)
+    def sample(self, request: SampleRequest) -> Generator[list[int | None]]:
+        return self._model.sample(request, lambda: False)
 
     def close(self) -> None:
         del self._model

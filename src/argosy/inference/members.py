@@ -129,10 +129,10 @@ class InProcesses:
             missing -= len(part)
         return found
 
-    def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
+    def sample(self, request: SampleRequest) -> Generator[list[int | None]]:
         number = self._next_number()
         self._set_aside[number] = deque()
-        self._world.send("sample", number=number, data=[encode(asked, SampleRequest)])
+        self._world.send("sample", number=number, data=[encode(request, SampleRequest)])
         try:
             while (message := self._receive(number))["kind"] == "tokens":
                 yield message["tokens"]
@@ -162,18 +162,18 @@ class InProcesses:
         return kept.popleft()
 
 
-def scores_of(source: SomeModel, plan: Plan, world: World | None, asked: EvaluateRequest | TaskRequest) -> Any:
+def scores_of(source: SomeModel, plan: Plan, world: World | None, request: EvaluateRequest | TaskRequest) -> Any:
     """Return the scores that are asked for (a `Score`, or `TaskScores`), computed under `plan`.
 
     world: the processes of a launcher, which all call this; None: this process, or as many as the plan is for, which
     are started for it. Raises: UserError, RunFailed.
     """
     if world is not None or plan.world_size == 1:
-        return asked.score(source, plan, world or World(device=default_device()))
+        return request.score(source, plan, world or World(device=default_device()))
     check_devices(plan)
     with closing(LocalWorld(MODEL_MEMBER, plan.world_size, "the evaluation")) as members:
-        members.send("load", data=[encode(_request(source, plan, asked), LoadRequest)])
-        return from_text(members.receive()[1]["score"], asked.kind)
+        members.send("load", data=[encode(_request(source, plan, request), LoadRequest)])
+        return from_text(members.receive()[1]["score"], request.kind)
 
 
 def _request(source: SomeModel, plan: Plan, scored: EvaluateRequest | TaskRequest | None = None) -> LoadRequest:
@@ -220,15 +220,15 @@ def main() -> None:
     client = channel_to_parent(math.inf)
     inbox = Inbox(client)
     with failure_told(client):
-        asked: LoadRequest = decode(inbox.next()["data"][0], LoadRequest, "the client")
-        world = join_world(LaunchConfig(timeout_s=asked.timeout_s))
-        source = open_model(asked.place, check=lambda checkpoint: None)  # the client has read it back
-        if asked.scored is not None:
-            scores = asked.scored.score(source, asked.plan, world)
+        request: LoadRequest = decode(inbox.next()["data"][0], LoadRequest, "the client")
+        world = join_world(LaunchConfig(timeout_s=request.timeout_s))
+        source = open_model(request.place, check=lambda checkpoint: None)  # the client has read it back
+        if request.scored is not None:
+            scores = request.scored.score(source, request.plan, world)
             if world.is_first:
-                client.send("scored", score=to_text(scores, asked.scored.kind))
+                client.send("scored", score=to_text(scores, request.scored.kind))
             inbox.next()  # there is nothing more: the client ends this process
-        model = RankModel(source, asked.plan, world)
+        model = RankModel(source, request.plan, world)
         client.send("loaded")
         while True:
             _answer(inbox, client, model, world)
@@ -245,8 +245,8 @@ def _answer(inbox: Inbox, client: Channel, model: RankModel, world: World) -> No
             first = model.rows_of(model.dp_rank, len(tokens)).start
             client.send("logits", number=number, first=first, data=[found.cpu().contiguous().numpy().data.cast("B")])
         return
-    asked: SampleRequest = decode(message["data"][0], SampleRequest, "the client")
-    for told in model.sample(asked, lambda: inbox.is_stopped(number)):
+    request: SampleRequest = decode(message["data"][0], SampleRequest, "the client")
+    for told in model.sample(request, lambda: inbox.is_stopped(number)):
         if world.is_first:
             client.send("tokens", number=number, tokens=told)
     if world.is_first:

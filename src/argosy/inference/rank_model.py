@@ -124,10 +124,10 @@ class RankModel:
         return range(min(dp_rank * each, rows), min((dp_rank + 1) * each, rows))
 
     @torch.no_grad()
-    def sample(self, asked: SampleRequest, is_stopped: Callable[[], bool]) -> Generator[list[int | None]]:
+    def sample(self, request: SampleRequest, is_stopped: Callable[[], bool]) -> Generator[list[int | None]]:
         """Yield what `sample_rows` does, on all ranks alike, until `is_stopped` on rank 0, which is asked each step."""
-        rows, each = len(asked.prompts), -(-len(asked.prompts) // self.plan.dp)
-        room = max(len(p) + limit for p, limit in zip(asked.prompts, asked.limits, strict=True))
+        rows, each = len(request.prompts), -(-len(request.prompts) // self.plan.dp)
+        room = max(len(p) + limit for p, limit in zip(request.prompts, request.limits, strict=True))
         cache = self.model.new_cache(room)
         self.model.for_head = _last_token
         is_over = False
@@ -139,7 +139,7 @@ class RankModel:
             told = torch.zeros(each * self.plan.dp + 1, dtype=torch.int64)
             if y_B1V is not None and not self.meshes.rank("tp"):
                 uniform_B = self._mine(uniform_N)
-                chosen = choose(y_B1V[:, -1].float(), asked.temperature, asked.top_p, uniform_B)
+                chosen = choose(y_B1V[:, -1].float(), request.temperature, request.top_p, uniform_B)
                 told[self.dp_rank * each : (self.dp_rank + 1) * each] = chosen.cpu()
             told[-1] = self._world.is_first and is_stopped()
             if self._world.size > 1:
@@ -147,7 +147,7 @@ class RankModel:
             *tokens, is_over = told.tolist()
             return tokens[:rows]
 
-        for told in sample_rows(next_tokens, asked.prompts, asked.limits, asked.seeds, asked.ends):
+        for told in sample_rows(next_tokens, request.prompts, request.limits, request.seeds, request.ends):
             if is_over:
                 return
             yield told

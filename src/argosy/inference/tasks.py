@@ -60,7 +60,7 @@ class _Writer:
         """Return the texts; of a prompt that leaves no room in the context the beginning is left out."""
         if self._writer is None:
             model = RankModel(*self._about)
-            self._writer = TextWriter(self._about[0], lambda asked: model.sample(asked, lambda: False))
+            self._writer = TextWriter(self._about[0], lambda request: model.sample(request, lambda: False))
         alike: dict[Sampling, list[int]] = {}
         for number, text in enumerate(texts):
             sampling = Sampling(text.max_tokens, text.temperature, text.top_p, stop=tuple(filter(None, text.stop)))

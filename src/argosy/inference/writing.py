@@ -124,11 +124,11 @@ class TextWriter:
         limits = [self._limit(ids[row], sampling) for row in rows]
         seeds = [sampling.seed + row for row in rows]
         prompts = [list(ids[row]) for row in rows]
-        asked = SampleRequest(prompts, limits, seeds, sampling.temperature, sampling.top_p, sorted(self.ends))
+        request = SampleRequest(prompts, limits, seeds, sampling.temperature, sampling.top_p, sorted(self.ends))
         before = [[] if are_answers else prompt for prompt in prompts]
         texts = [GrowingText(self.tokenizer, sampling.stop, after) for after in before]
         left = dict(enumerate(limits))
-        with closing(self._sample(asked)) as steps:
+        with closing(self._sample(request)) as steps:
             for told in steps:
                 for i, token in enumerate(told):
                     if token is None or i not in left:

@@ -90,11 +90,11 @@ class UnitResult:
 
 def main() -> None:
     """Check this node, tell the client, and end. Entry of the forked process."""
-    client, asked = channel_to_parent(), NodeCheckRequest.read()
+    client, request = channel_to_parent(), NodeCheckRequest.read()
     torch.set_num_threads(1)  # of each of the threads to come
     began_s = time.monotonic()
     try:
-        health = check_node(units(asked.gpus), asked)
+        health = check_node(units(request.gpus), request)
     except Exception as problem:
         broken = any(word in str(problem) for word in BROKEN_GPU_WORDS)
         text = f"{type(problem).__name__}: {problem}"
@@ -116,11 +116,11 @@ def units(gpus: int) -> list[ComputeUnit]:
     return found
 
 
-def check_node(some: Iterable[ComputeUnit], asked: NodeCheckRequest) -> Health:
-    """Test all units at once, for `asked.seconds`: an equal part for each test, and at least one try."""
+def check_node(some: Iterable[ComputeUnit], request: NodeCheckRequest) -> Health:
+    """Test all units at once, for `request.seconds`: an equal part for each test, and at least one try."""
     chosen, began_s = list(some), time.monotonic()
     with ThreadPoolExecutor(len(chosen)) as threads:
-        of_units = list(threads.map(partial(_check_unit, asked=asked), chosen))
+        of_units = list(threads.map(partial(_check_unit, request=request), chosen))
     rates: dict[str, float] = {}
     for unit, found in zip(chosen, of_units, strict=True):
         for test in found:
@@ -130,11 +130,11 @@ def check_node(some: Iterable[ComputeUnit], asked: NodeCheckRequest) -> Health:
     return Health(wrong, rates, round(time.monotonic() - began_s, 3))
 
 
-def _check_unit(unit: ComputeUnit, asked: NodeCheckRequest) -> list[UnitResult]:
+def _check_unit(unit: ComputeUnit, request: NodeCheckRequest) -> list[UnitResult]:
     if unit.device.type == "cpu":
         os.sched_setaffinity(0, {unit.number})  # of this thread alone
-    formats = dict.fromkeys(["fp32", measured_format(asked.number_format)])
-    share_s = asked.seconds / (len(formats) + 1)
+    formats = dict.fromkeys(["fp32", measured_format(request.number_format)])
+    share_s = request.seconds / (len(formats) + 1)
     return [*(multiply(unit, number_format, share_s) for number_format in formats), remember(unit, share_s)]
 
 

@@ -189,15 +189,15 @@ class ServingSearch:
 
     def found(self) -> list[Serving]:
         """Return all ways that fit, at all numbers of requests at a time. Raises: UserError if nothing fits."""
-        asked, all_devices = self.question, self.costs.devices
-        length = asked.prompt + asked.output
+        question, all_devices = self.question, self.costs.devices
+        length = question.prompt + question.output
         rooms = self.model(self.ways).room(length)
         rows: list[tuple[ServingWay, int, int]] = []
         for way, room in zip(self.ways, rooms.tolist(), strict=True):
             replicas = all_devices // way.size
             most = math.floor(room)
-            if asked.sequences is not None:
-                here = -(-asked.sequences // replicas)
+            if question.sequences is not None:
+                here = -(-question.sequences // replicas)
                 rows += [(way, replicas, here)] if here <= most else []
             elif most >= 1:
                 rows += [(way, replicas, n) for n in sorted({*(n for n in BATCH_SIZES if n < most), most})]
@@ -205,7 +205,7 @@ class ServingSearch:
             self._nothing_fits(rooms)
         model = self.model([way for way, _, _ in rows])
         together = self._points(rows, model)
-        if len(self.ways) and asked.sequences is None and all_devices > 1:
+        if len(self.ways) and question.sequences is None and all_devices > 1:
             return together + self._apart(rows, model)
         return together
 
@@ -224,28 +224,28 @@ class ServingSearch:
         )
 
     def _points(self, rows: list[tuple[ServingWay, int, int]], model: ServingModel) -> list[Serving]:
-        asked = self.question
+        question = self.question
         sequences = np.array([n for _, _, n in rows], float)
-        load = ServingLoad(sequences, asked.prompt, asked.output)
+        load = ServingLoad(sequences, question.prompt, question.output)
         found = model.latencies(load)
         rates = found.reached(load)
         busy = np.array([n for _, n, _ in rows], float)
-        if asked.sequences is not None:  # they need not fill all replicas
-            busy = np.minimum(busy, asked.sequences / sequences)
+        if question.sequences is not None:  # they need not fill all replicas
+            busy = np.minimum(busy, question.sequences / sequences)
         return self._servings(rows, model, found.ttft_s, found.tpot_s, rates * busy, np.zeros(len(rows)), None)
 
     def _apart(self, rows: list[tuple[ServingWay, int, int]], model: ServingModel) -> list[Serving]:
         """Return the ways whose prefill has devices of its own, as many as keep the others busy."""
-        asked, costs = self.question, self.costs
-        prefill_s = self.model(self.ways).prefill_s(1.0, asked.prompt)
+        question, costs = self.question, self.costs
+        prefill_s = self.model(self.ways).prefill_s(1.0, question.prompt)
         work = prefill_s * np.array([way.size for way in self.ways])
-        fits = self.model(self.ways).room(asked.prompt) >= 1
+        fits = self.model(self.ways).room(question.prompt) >= 1
         kept = []
         for index, (way, _, sequences) in enumerate(rows):
             same = [i for i, w in enumerate(self.ways) if (w.weights, w.cache) == (way.weights, way.cache) and fits[i]]
             best = min(same, key=lambda i: float(work[i]))
-            token_s = float(model.decode_s(sequences, asked.prompt + asked.output / 2)[index])
-            answers_per_s = sequences / (asked.output * token_s)
+            token_s = float(model.decode_s(sequences, question.prompt + question.output / 2)[index])
+            answers_per_s = sequences / (question.output * token_s)
             size = self.ways[best].size
             per_replica = answers_per_s * float(work[best]) / PREFILL_LOAD
             replicas = math.floor(costs.devices / (way.size + per_replica))
@@ -254,9 +254,7 @@ class ServingSearch:
                 replicas -= 1
                 prefill = size * math.ceil(replicas * per_replica / size)
             if replicas:
-                sent = (
-                    float(model.token_cache_bytes[index]) * asked.prompt * way.pp / float(costs.rates.nic_bytes_per_s)
-                )
+                sent = self._handover_s(way, float(model.token_cache_bytes[index]))
                 alone = float(prefill_s[best])
                 waited = alone * (1 + PREFILL_LOAD / (2 * (1 - PREFILL_LOAD)))  # M/D/1
                 ttft = waited + sent + token_s + float(model.constants.request_s)
@@ -270,6 +268,10 @@ class ServingSearch:
         columns = self.model([way for way, _, _ in chosen])
         return self._servings(chosen, columns, ttfts, tokens, rates, devices, [each[3] for each in kept])
 
+    def _handover_s(self, way: ServingWay, token_cache_bytes: float) -> float:
+        """Return the seconds that a prompt's cache takes to the devices that answer."""
+        return token_cache_bytes * self.question.prompt * way.pp / float(self.costs.rates.nic_bytes_per_s)
+
     def _servings(
         self,
         rows: list[tuple[ServingWay, int, int]],
@@ -280,10 +282,10 @@ class ServingSearch:
         prefill: Floats,
         prefill_tp: list[int] | None,
     ) -> list[Serving]:
-        asked = self.question
-        length = asked.prompt + asked.output
+        question = self.question
+        length = question.prompt + question.output
         sequences = np.array([n for _, _, n in rows], float)
-        parts = model.decode_parts(sequences, asked.prompt + asked.output / 2)
+        parts = model.decode_parts(sequences, question.prompt + question.output / 2)
         cache, room = model.token_cache_bytes * length, model.room(length)
         price, power = price_per_device_h(self.cluster), power_per_device_w(self.cluster)
         kind = "calibrated" if self.learnt else "strangers"
@@ -321,12 +323,12 @@ class ServingSearch:
 
         Raises: UserError if no way keeps the latencies at any rate: the nearest, and what its time is spent on.
         """
-        asked = self.question
-        rate = float(asked.rate or 0)
+        question = self.question
+        rate = float(question.rate or 0)
         found = []
         for way in self.ways:
             model = _single(self.model([way]))
-            if float(model.room(asked.prompt + asked.output)) < 1:
+            if float(model.room(question.prompt + question.output)) < 1:
                 continue
             found += [self._sized(way, model, rate, apart) for apart in (False, True)]
         answers = [each for each in found if each is not None]
@@ -335,13 +337,12 @@ class ServingSearch:
         return sorted(answers, key=lambda each: (each.devices, each.prefill_devices))
 
     def _sized(self, way: ServingWay, model: ServingModel, rate: float, apart: bool) -> SizedFleet | None:
-        asked, size = self.question, way.size
-        prefill, limit, first_p95_s = 0, asked.ttft_s, 0.0
+        question, size = self.question, way.size
+        prefill, limit, first_p95_s = 0, question.ttft_s, 0.0
         if apart:
-            alone = float(model.prefill_s(1.0, asked.prompt))
-            sent = float(model.token_cache_bytes) * asked.prompt * way.pp / float(self.costs.rates.nic_bytes_per_s)
-            sent += float(model.constants.request_s)
-            wait = (asked.ttft_s - sent) / alone - 1
+            alone = float(model.prefill_s(1.0, question.prompt))
+            sent = self._handover_s(way, float(model.token_cache_bytes)) + float(model.constants.request_s)
+            wait = (question.ttft_s - sent) / alone - 1
             if wait <= 0:
                 return None
             # Waiting of M/D/1, of which 95 of 100 wait at most three times the mean: the load that this allows.
@@ -350,13 +351,13 @@ class ServingSearch:
             load = rate * alone * size / prefill
             first_p95_s = alone * (1 + 3 * load / (2 * (1 - load))) + sent
             limit = math.inf
-        replica = SimulatedReplica(model, asked.prompt, asked.output, decodes_only=apart)
-        most = replica.most_within(limit, asked.tpot_s)
+        replica = SimulatedReplica(model, question.prompt, question.output, decodes_only=apart)
+        most = replica.most_within(limit, question.tpot_s)
         if not most:
             return None
         replicas = math.ceil(rate / most)
         devices, at_rate = replicas * size + prefill, replica.simulate(rate / replicas)
-        hours = 1e6 / (rate * asked.output) / 3600 * devices
+        hours = 1e6 / (rate * question.output) / 3600 * devices
         price, power = price_per_device_h(self.cluster), power_per_device_w(self.cluster)
         return SizedFleet(
             **vars(way),
@@ -371,20 +372,20 @@ class ServingSearch:
         )
 
     def _nothing_reaches(self) -> None:
-        asked = self.question
+        question = self.question
         model = self.model(self.ways)
-        alone = model.latencies(ServingLoad(1.0, asked.prompt, asked.output))
-        over = np.maximum(alone.ttft_s / asked.ttft_s, alone.tpot_s / asked.tpot_s)
-        over = np.where(model.room(asked.prompt + asked.output) >= 1, over, np.inf)
+        alone = model.latencies(ServingLoad(1.0, question.prompt, question.output))
+        over = np.maximum(alone.ttft_s / question.ttft_s, alone.tpot_s / question.tpot_s)
+        over = np.where(model.room(question.prompt + question.output) >= 1, over, np.inf)
         if not np.isfinite(over).any():
-            self._nothing_fits(model.room(asked.prompt + asked.output))
+            self._nothing_fits(model.room(question.prompt + question.output))
         best = int(np.argmin(over))
         way, ttft, tpot = self.ways[best], float(alone.ttft_s[best]), float(alone.tpot_s[best])
-        late = "first token" if ttft / asked.ttft_s >= tpot / asked.tpot_s else "further tokens"
+        late = "first token" if ttft / question.ttft_s >= tpot / question.tpot_s else "further tokens"
         parts = (
-            model.decode_parts(1.0, asked.prompt)
+            model.decode_parts(1.0, question.prompt)
             if late == "further tokens"
-            else model.pass_parts(float(asked.prompt), 1.0, asked.prompt / 2, 0.0)
+            else model.pass_parts(float(question.prompt), 1.0, question.prompt / 2, 0.0)
             | {"server": np.asarray(model.constants.request_s)}
         )
         shares = {name: float(np.broadcast_to(part, len(self.ways))[best]) for name, part in parts.items()}
@@ -400,15 +401,15 @@ class ServingSearch:
             "server": "--engine SGLang or TensorRT-LLM, or a server of your own that --learn has measured",
         }[most]
         raise UserError(
-            f"nothing answers 95 of 100 requests within {_limits(asked)}, at any rate. Nearest is tp = {way.tp}, pp = "
-            f"{way.pp}, {way.weights} weights: {seconds(ttft)} to the first token and {seconds(tpot)} between tokens "
-            f"with one request alone. {LATE[late]} most time for {most} "
+            f"nothing answers 95 of 100 requests within {_limits(question)}, at any rate. Nearest is tp = {way.tp}, "
+            f"pp = {way.pp}, {way.weights} weights: {seconds(ttft)} to the first token and {seconds(tpot)} between "
+            f"tokens with one request alone. {LATE[late]} most time for {most} "
             f"({100 * shares[most] / sum(shares.values()):.0f} %). Try {advice}, or limits above these."
         )
 
 
-def _limits(asked: ServingQuestion) -> str:
-    said = [(asked.ttft_s, "to the first token"), (asked.tpot_s, "between tokens")]
+def _limits(question: ServingQuestion) -> str:
+    said = [(question.ttft_s, "to the first token"), (question.tpot_s, "between tokens")]
     return " and ".join(f"{seconds(limit)} {what}" for limit, what in said if math.isfinite(limit))
 
 
