@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_plans import plans
+from any_plans import plans, run
 from argosy.errors import UserError
-from argosy.plan.plan import Plan, words_of
+from argosy.plan.plan import Plan, check_can_estimate, words_of
+from argosy.plan.search.auto import Devices, choose_plan
 from argosy.plan.sync import SYNC_WORDS
 
 SIZES = st.integers(1, 4096)
@@ -149,3 +150,30 @@ def test_a_plan_file_that_would_take_hours_to_read_is_refused(tmp_path):
     (tmp_path / "plan.toml").write_text("a" + ".a" * 200_000 + " = 1\n")
     with pytest.raises(UserError, match="more than 32 names in one key"):
         Plan.load(tmp_path / "plan.toml")
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("dp_shard=2,zero=3,microbatch=4", "zero=3, and that of a single microbatch is that of the whole batch"),
+        ("pp=2,cp=2,microbatch=1", "is not known with a pipeline"),
+        ("dp_replicate=2,dp_shard=2,zero=3,microbatch=1,sync=int8", "would be compressed as well"),
+        ("dp_replicate=2,microbatch=4,sync=int4", "int4 changes the norm of the sum. Try sync=exact, bf16 or int8"),
+        ("dp_replicate=2,microbatch=4,sync=powersgd", "powersgd changes"),
+        ("dp_replicate=2,microbatch=4,sync=topk", "topk changes"),
+        ("dp_replicate=2,microbatch=4,sync=sign", "sign changes"),
+        ("microbatch=8", "one rank with one microbatch"),
+        ("pp=2,schedule=zbv,microbatch=1", "zbv splits backward"),
+    ],
+)
+def test_a_plan_under_which_no_rank_has_a_gradient_of_its_own_has_no_noise_scale(plan, message):
+    with pytest.raises(UserError, match=message):
+        check_can_estimate(run(observe={"noise_scale_every_steps": 1}), Plan.parse(plan))
+    check_can_estimate(run(), Plan.parse(plan))
+
+
+def test_a_noise_scale_that_the_plan_cannot_have_is_refused_when_the_plan_is_chosen():
+    asked, one = run(observe={"noise_scale_every_steps": 1}), Devices(1, "cpu", fast_bf16=False)
+    with pytest.raises(UserError, match="one rank with one microbatch"):
+        choose_plan(asked.model_copy(update={"plan": "microbatch=8"}), one)
+    assert choose_plan(asked.model_copy(update={"plan": "microbatch=4"}), one).microbatch == 4

@@ -25,7 +25,7 @@ from argosy.parallel.context import shard_sequence
 from argosy.parallel.data import FullySharded, GradientSum
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
-from argosy.parallel.pieces import LocalSquares, PlacedPiece, has_own_gradients, pieces_of, square_share
+from argosy.parallel.pieces import LocalSquares, PlacedPiece, pieces_of, square_share
 from argosy.parallel.pipeline import Pipeline
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import FP8, Plan
@@ -128,7 +128,7 @@ class ParallelModel:
             mine = [piece for piece in held if piece.parameter.requires_grad]
             self.pieces += mine
             self.frozen += [piece for piece in held if not piece.parameter.requires_grad]
-            if run.observe.noise_scale_every_steps and has_own_gradients(plan):
+            if run.observe.noise_scale_every_steps and plan.has_own_gradients:
                 on_both_ends = plan.pp > 1 and run.model.embeds_at_both_ends
                 own = [p for p in mine if not p.is_part_of_sum and not (on_both_ends and p.name == "embedding.weight")]
                 self.own_pieces += own

@@ -25,7 +25,6 @@ from argosy.models.layers import local
 from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight
 from argosy.optim.piece import Piece
 from argosy.parallel.mesh import Meshes
-from argosy.plan.plan import Plan
 
 if TYPE_CHECKING:  # importing it takes half a second, and a run that splits nothing does without
     from torch.distributed.tensor import DTensor
@@ -171,11 +170,6 @@ def clip(pieces: Sequence[PlacedPiece], max_norm: float, norm: float) -> None:
         total = torch.full((), norm, device=pieces[0].value.device)
         # By default torch clips a simulator's tensors one by one, and real ones all at once.
         nn.utils.clip_grads_with_norm_([p.value for p in pieces], max_norm, total, foreach=True)
-
-
-def has_own_gradients(plan: Plan) -> bool:
-    """Return True if each data-parallel rank has the whole gradient of its own samples before any sum."""
-    return plan.cp == plan.ep == 1 and not plan.shards_parameters
 
 
 class LocalSquares:

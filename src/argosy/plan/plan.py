@@ -15,9 +15,9 @@ from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
+from argosy.plan.pipeline import SCHEDULES, SPLITTING, Schedule, stages_of_rank
 from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
-from argosy.plan.sync import COMPRESSED, USUAL_OF_SITES, WITH_SERVERS, Sync
+from argosy.plan.sync import COMPRESSED, FAITHFUL, USUAL_OF_SITES, WITH_SERVERS, Sync
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8"]
 FP8: dict[Precision, int] = {"fp8": 16, "fp8_rowwise": 16, "fp8_blockwise": 128, "mxfp8": 32}
@@ -296,6 +296,32 @@ class Plan(Section, Quantities[int]):
         path = run_dir / "plan.toml"
         said = self.load(path) if path.exists() else self
         return said if said.model_copy(update={"shares": self.shares}) == self else self
+
+
+def check_can_estimate(run: RunConfig, plan: Plan) -> None:
+    """Raises: UserError if observe.noise_scale_every_steps cannot be had under `plan`."""
+    if not run.observe.noise_scale_every_steps:
+        return
+    asked = f'observe.noise_scale_every_steps = {run.observe.noise_scale_every_steps} with plan = "{plan}"'
+    if plan.is_compressed and plan.sync not in FAITHFUL:
+        raise UserError(f"{asked}: {plan.sync} changes the norm of the sum. Try sync=exact, bf16 or int8, or 0 here.")
+    if not plan.has_own_gradients:
+        why = "no rank has a gradient of its own under cp, ep and zero=3, and that of a single microbatch"
+        if plan.pp > 1:
+            raise UserError(f"{asked}: {why} is not known with a pipeline. Try pp=1, or 0 here.")
+        if plan.is_compressed:
+            raise UserError(f"{asked}: {why} would be compressed as well. Try sync=exact, or 0 here.")
+        if plan.microbatches(run.train.global_batch) == 1:
+            raise UserError(f"{asked}: {why} is that of the whole batch. Try a smaller microbatch, or 0 here.")
+    if run.train.objective != "pretrain":
+        raise UserError(f"{asked}: it compares parts that have as many tokens, and answers differ. Set 0 here.")
+    if plan.pp > 1 and plan.schedule in SPLITTING:
+        raise UserError(f"{asked}: {plan.schedule} splits backward. Try schedule=1f1b, or 0 here.")
+    if plan.dp == 1 and plan.microbatches(run.train.global_batch) == 1:
+        raise UserError(
+            f"{asked}: it takes two parts of a batch, and there is one rank with one microbatch. Try a smaller "
+            "microbatch, or 0 here."
+        )
 
 
 def words_of(text: str, named: str = "plan =") -> dict[str, str]:

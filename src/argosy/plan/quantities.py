@@ -125,6 +125,11 @@ class Quantities(Generic[NumberT]):
         return (self.zero == 3) & (self.dp_shard * self.cp > 1)
 
     @property
+    def has_own_gradients(self: Any) -> Any:
+        """True if each data-parallel rank has the whole gradient of its own samples before any sum."""
+        return (self.cp == 1) & (self.ep == 1) & (self.shards_parameters ^ True)
+
+    @property
     def portions(self: Any) -> NumberT:
         """Equal portions that a batch is dealt out in; with `shares`, a data-parallel rank takes several."""
         found = self.dp

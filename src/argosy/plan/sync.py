@@ -248,3 +248,8 @@ def rounds_in(settings: OuterConfig, steps: int) -> tuple[int, int]:
 def _sent(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], settings: OuterConfig, sites: int) -> float:
     blocks = -(-sum(math.prod(shapes[name]) for name in names) // WIRE_BLOCK)
     return 2 * (sites - 1) / sites * blocks * WIRE_BLOCK_BYTES[settings.wire]
+
+
+FAITHFUL: tuple[Sync, ...] = ("bf16", "int8")
+"""Words of `sync` in fewer bytes under which the sum's norm is still that of the gradient: of the first step of a tiny
+model, |G|^2 was 0.1 % off; with int4 21 %, and with the others below 0."""

@@ -37,7 +37,7 @@ from argosy.parallel.apply import apply
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import dp_rank_of
-from argosy.plan.plan import FP8, HOPPER, Plan
+from argosy.plan.plan import FP8, HOPPER, Plan, check_can_estimate
 from argosy.simulate.cuda_calls import BLACKWELL, FakeDevice, answered
 from argosy.simulate.device_watch import DeviceFinding, DeviceWatch
 from argosy.simulate.fake import fake_memory, fake_world, replaced
@@ -45,7 +45,7 @@ from argosy.simulate.fake_cuda import CUDA, META, FakeCudaMode, MisplacedTensor,
 from argosy.simulate.simulate import without_values
 from argosy.training.evaluation import HeldOut, evaluate
 from argosy.training.records import Records
-from argosy.training.services.noise_scale import NoiseScale, check_can_estimate
+from argosy.training.services.noise_scale import NoiseScale
 from argosy.training.services.norms import LayerNorms
 from argosy.training.state import TrainState
 from argosy.training.step import Step

@@ -15,7 +15,7 @@ from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, own_part, resized
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import FP8, NUMERICS, Plan, Precision, said_in, with_sync, words_of
+from argosy.plan.plan import FP8, NUMERICS, Plan, Precision, check_can_estimate, said_in, with_sync, words_of
 from argosy.plan.quantities import divisors
 from argosy.plan.rules import first_problem
 from argosy.plan.search.agreement import choose_word
@@ -111,6 +111,7 @@ def choose_with_reasons(run: RunConfig, devices: Devices, machine: Cluster | Non
         words["sync"], reasons = agreed.word, agreed.in_words()
         written = written.model_copy(update={"sync": agreed.word})
     plan = _chosen(costs, run, devices, written, words, auto)
+    check_can_estimate(run, plan)
     return plan, reasons
 
 

@@ -27,13 +27,10 @@ import torch
 from torch import Tensor
 
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
 from argosy.models.microbatch import Microbatch
 from argosy.observe.events import Metrics
-from argosy.parallel.pieces import LocalSquares, has_own_gradients, square_share
-from argosy.plan.pipeline import SPLITTING
-from argosy.plan.plan import Plan
-from argosy.plan.sync import Sync
+from argosy.parallel.pieces import LocalSquares, square_share
+from argosy.plan.plan import Plan, check_can_estimate
 from argosy.training.parts import Parts
 from argosy.training.records import Records
 from argosy.training.services.service import Service
@@ -44,35 +41,6 @@ SMOOTHING = 0.98
 """Share of the averages that stays with each new estimate: about fifty estimates count."""
 RESUMED = 1000
 """Averages resume from those of one of the last so many estimates that were due: of some, nothing is written."""
-FAITHFUL: tuple[Sync, ...] = ("bf16", "int8")
-"""Words of `sync` in fewer bytes under which the sum's norm is still that of the gradient: of the first step of a tiny
-model, |G|^2 was 0.1 % off; with int4 21 %, and with the others below 0."""
-
-
-def check_can_estimate(run: RunConfig, plan: Plan) -> None:
-    """Raises: UserError if observe.noise_scale_every_steps cannot be had under `plan`."""
-    if not run.observe.noise_scale_every_steps:
-        return
-    asked = f'observe.noise_scale_every_steps = {run.observe.noise_scale_every_steps} with plan = "{plan}"'
-    if plan.is_compressed and plan.sync not in FAITHFUL:
-        raise UserError(f"{asked}: {plan.sync} changes the norm of the sum. Try sync=exact, bf16 or int8, or 0 here.")
-    if not has_own_gradients(plan):
-        why = "no rank has a gradient of its own under cp, ep and zero=3, and that of a single microbatch"
-        if plan.pp > 1:
-            raise UserError(f"{asked}: {why} is not known with a pipeline. Try pp=1, or 0 here.")
-        if plan.is_compressed:
-            raise UserError(f"{asked}: {why} would be compressed as well. Try sync=exact, or 0 here.")
-        if plan.microbatches(run.train.global_batch) == 1:
-            raise UserError(f"{asked}: {why} is that of the whole batch. Try a smaller microbatch, or 0 here.")
-    if run.train.objective != "pretrain":
-        raise UserError(f"{asked}: it compares parts that have as many tokens, and answers differ. Set 0 here.")
-    if plan.pp > 1 and plan.schedule in SPLITTING:
-        raise UserError(f"{asked}: {plan.schedule} splits backward. Try schedule=1f1b, or 0 here.")
-    if plan.dp == 1 and plan.microbatches(run.train.global_batch) == 1:
-        raise UserError(
-            f"{asked}: it takes two parts of a batch, and there is one rank with one microbatch. Try a smaller "
-            "microbatch, or 0 here."
-        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +102,7 @@ class NoiseScale(Service):
         self._every = run.observe.noise_scale_every_steps
         self._squares, self._pieces = model.own_squares or LocalSquares(), model.own_pieces
         self._device = model.device
-        self._model, self._has_own = model, has_own_gradients(plan)
+        self._model, self._has_own = model, plan.has_own_gradients
         self._first = torch.zeros(())
         """This rank's share of the squared norm of the first microbatch's gradient, where no rank has its own."""
         self._small, self._is_on = 0, False
