@@ -332,7 +332,7 @@ def _encode_in_parts(texts: Sequence[str], encode: Callable[[Sequence[str]], Rag
     """Encode long texts in parts: `encode` takes some 150 bytes of memory for each byte of a text."""
     if max(map(len, texts), default=0) <= PART_CHARS:
         return encode(texts)
-    ids, lengths = [np.empty(0, np.int32)], []
+    ids, lengths = list[npt.NDArray[Any]](), list[int]()
     for text in texts:
         parts = _parts(text, encode)
         found = [encode(parts[at : at + PARTS_AT_ONCE])[0] for at in range(0, len(parts), PARTS_AT_ONCE)]
