@@ -198,8 +198,9 @@ def test_an_interrupted_copy_has_no_manifest_and_goes_on(
         put(store, name, content)
 
     monkeypatch.setattr(Store, "put", counts)
+    (tmp_path / "there/train-00000.idx").unlink()
     assert upload(prepared, url)
-    assert "train-00000.bin" not in written
+    assert "train-00000.bin" not in written and "train-00000.idx" in written, "what is not there any more goes again"
     assert written[-1] == "manifest.json"
     assert names(tmp_path / "there") == names(prepared)
 

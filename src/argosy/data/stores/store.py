@@ -311,6 +311,8 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
         names += [shard.name + suffix for suffix in SHARD_FILES if (folder / (shard.name + suffix)).exists()]
     identity = [store.url, manifest.identity]
     copied = _journal(folder, identity)
+    if copied and (sizes := ask(store.sizes)) is not None:  # what was copied may have been deleted there since
+        copied = {name for name in copied if sizes.get(name) == (folder / name).stat().st_size}
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool, (folder / COPY_JOURNAL).open("a") as journal:
         left = [name for name in names if name not in copied]
         tasks = {name: pool.submit(ask, store.put, name, folder / name) for name in left}
