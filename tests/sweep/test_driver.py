@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.config.launch import LaunchOptions
+from argosy.config.load import load
 from argosy.data.manifest import Manifest
 from argosy.engines.engine import Engine, Job
 from argosy.engines.local import Local
@@ -74,6 +75,8 @@ def test_a_trial_that_never_stopped_does_not_go_on(tmp_path: Path, state: JobSta
 
 def test_an_array_has_no_more_trials_than_its_engine_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s.toml").write_text("method = 'grid'\n[parameters]\nseed = [1, 2, 3]\n[run.train]\nsteps = 9\n")
+    with (tmp_path / "s.toml").open("a") as file:
+        file.write("[run.checkpoint]\nremote = 's3://bucket/'\n")
     sweep = load_sweep(tmp_path / "s.toml")
     started: list[int] = []
 
@@ -93,6 +96,8 @@ def test_an_array_has_no_more_trials_than_its_engine_takes(tmp_path: Path, monke
     trials = Trials(tmp_path, "s", limits, LaunchOptions(on="slurm"), Left("ended"))
     Driver(sweep, tmp_path, Study(tmp_path, sweep), trials, limits, lambda text: None).run()
     assert started == [2, 1]
+    remotes = [load(str(path)).checkpoint.remote for path in tmp_path.glob(f"*/{LAUNCH_FOLDER}/run.toml")]
+    assert remotes == ["s3://bucket/s"] * 3, "copies of each sweep have a place of their own"
 
 
 def test_conversations_are_prepared_as_trials_read_them(tmp_path: Path, corpus: Path, monkeypatch) -> None:

@@ -259,6 +259,8 @@ class Driver:
             fixed["launch__threads"] = threads(run, self._limits)
         if until and (not run.evaluate.every_steps or until % run.evaluate.every_steps):
             fixed["evaluate__every_steps"] = until
+        if run.checkpoint.remote:  # trials of all sweeps have the same folders
+            fixed["checkpoint__remote"] = f"{run.checkpoint.remote.rstrip('/')}/{self._sweep.config.name}"
         run = self._sweep.run_of(trial.values, **fixed)
         path = run_dir / LAUNCH_FOLDER / RUN_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
