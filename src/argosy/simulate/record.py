@@ -65,14 +65,12 @@ class StepPlace(NamedTuple):
         return f"{self.phase} outside of layers" if self.layer is None else f"{self.phase} of layer {self.layer}"
 
 
+@dataclass(eq=False, slots=True)
 class MemoryBlock:
     """A piece of memory; what it is for is known only when it is freed, or when its phase is over."""
 
-    __slots__ = ("alive", "category")
-
-    def __init__(self, category: Category = "other") -> None:
-        self.alive = True
-        self.category = category
+    category: Category = "other"
+    alive: bool = True
 
 
 class Change(NamedTuple):
