@@ -321,6 +321,15 @@ def test_a_worker_that_starts_when_the_run_is_over_is_told(corpus, tmp_path):
     assert not reports["B"].exists(), "it has made no update"
 
 
+def test_a_worker_that_starts_when_the_servers_have_gone_ends_if_it_sees_the_last_checkpoint(corpus, tmp_path):
+    run = asynchronous(corpus, 1, "A", sync={"patience_s": 0.2})
+    with serving(run, tmp_path):
+        assert work(run, tmp_path, "A")
+    report = tmp_path / "sites/A/report.json"
+    report.unlink()
+    assert work(run, tmp_path, "A") and Report.load(report.parent).steps == 8
+
+
 def test_who_does_not_know_the_secret_is_not_heard(corpus, tmp_path, monkeypatch):
     run = asynchronous(corpus, train={"steps": 4})
     with serving(run, tmp_path):

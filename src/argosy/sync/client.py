@@ -39,6 +39,10 @@ class WorkerStopped(Exception):
     """The worker ends."""
 
 
+class ServersGone(Exception):
+    """The servers have ended with the run."""
+
+
 class WorkRevoked(Exception):
     """The servers have gone back to a checkpoint, or took back what they dealt: ask for work again."""
 
@@ -62,9 +66,17 @@ class Client:
     The futures raise WorkerStopped, UserError, RunFailed.
     """
 
-    def __init__(self, layout: ServerLayout, secret: bytes, weights: Sequence[F32]):
-        """`weights`: the vector of each server, into which weights are received. Raises: UserError."""
-        self._layout, self._weights, self._secret = layout, weights, secret
+    def __init__(
+        self,
+        layout: ServerLayout,
+        secret: bytes,
+        weights: Sequence[F32],
+        is_finished: Callable[[], bool] = lambda: False,
+    ):
+        """weights: the vector of each server, into which weights are received. is_finished: returns True if the run's
+        last checkpoint is seen from here. Raises: UserError.
+        """
+        self._layout, self._weights, self._secret, self._is_finished = layout, weights, secret, is_finished
         self._tls = contexts(secret) if layout.run.sync.tls else None
         self._names = [server_name(number) for number in range(layout.servers)]
         self._session, self._asked = uuid.uuid4().hex, 0
@@ -190,7 +202,10 @@ class Client:
         return self._asked
 
     def _answer(self, question: say.NumberedMessage, kind: type[Answer]) -> Answer:
-        """Ask the first server, again on each new connection, and return its answer, which is of `kind`."""
+        """Ask the first server, again on each new connection, and return its answer, which is of `kind`.
+
+        Raises: ServersGone if a task is asked for, none answers for `sync.patience_s`, and the run is finished.
+        """
         name, said_on, why = self._names[0], 0, ""
         while True:
             if self._connections[name] != said_on and name in self._links.sites:
@@ -198,6 +213,10 @@ class Client:
                 self._links.tell(name, question)
             self._waits(name, why)
             found = self._take(name)
+            silent_s = time.monotonic() - self._links.heard_s[name]
+            is_given_up = kind is say.NextTask and silent_s > self._layout.run.sync.patience_s
+            if found is None and is_given_up and self._is_finished():
+                raise ServersGone
             if found is None or not isinstance(found[0], say.NumberedMessage) or found[0].ask != question.ask:
                 continue
             if isinstance(found[0], kind):
@@ -211,7 +230,10 @@ class Client:
     def _next_task(self) -> WorkerTask:
         while True:
             ask = say.AskForWork(ask=self._number())
-            task = self._answer(ask, say.NextTask)
+            try:
+                task = self._answer(ask, say.NextTask)
+            except ServersGone:
+                return WorkerTask("run_is_over", self._layout.updates)
             if isinstance(task, say.RunIsOver):
                 return WorkerTask(task.kind, task.version)
             try:

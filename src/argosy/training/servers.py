@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from argosy.checkpoint.store import committed
 from argosy.faults import fault
 from argosy.observe.counters import Communication
 from argosy.parallel.pieces import PlacedPiece, clip
@@ -63,7 +64,8 @@ class Servers(Agreement):
     def begin(self) -> bool:
         """Begin to speak to the servers. The weights come with the first task."""
         if self._world.is_first:
-            self._client = Client(self._layout, secret_of(group_folder(self._parts.run_dir)), self._weights)
+            group = group_folder(self._parts.run_dir)
+            self._client = Client(self._layout, secret_of(group), self._weights, lambda: self._is_finished(group))
         self._records.introduce()
         self._records.started(0)
         return True
@@ -216,6 +218,10 @@ class Servers(Agreement):
             self._client.close()
 
     # ---- tasks --------------------------------------------------------------------------------------------------
+
+    def _is_finished(self, group: Path) -> bool:
+        """Return True if this machine sees that the servers have saved the last step in their folder."""
+        return any(checkpoint.step >= self._parts.run.train.steps for checkpoint in committed(group))
 
     @property
     def _has_made_all(self) -> bool:
