@@ -171,9 +171,15 @@ def test_it_forks_what_is_asked_for_with_a_channel_and_an_environment_of_its_own
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="another C library than glibc")
-@pytest.mark.parametrize(("tunables", "fits"), [(None, True), ("glibc.malloc.tcache_max=1032", False)])
-def test_aligned_blocks_fit_into_the_holes_of_others_unless_the_user_sets_another_heap(monkeypatch, tunables, fits):
+@pytest.mark.parametrize(
+    ("tunables", "driver", "fits"),
+    [(None, "/no", True), ("glibc.malloc.tcache_max=1032", "/no", False), (None, "/", False)],
+)
+def test_aligned_blocks_fit_into_the_holes_of_others_without_a_gpu_or_a_heap_that_the_user_sets(
+    monkeypatch, tunables, driver, fits
+):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setattr("argosy.processes.fork_server.GPU_DRIVERS", (Path(driver),))
     if tunables:
         monkeypatch.setenv("GLIBC_TUNABLES", tunables)
     with closing(ForkServer("colorsys")) as forks:
