@@ -196,7 +196,7 @@ class ModelMatmul:
 
 def matmuls_of(work: Workload, tokens: float, logits: float, tp: float = 1) -> list[ModelMatmul]:
     """Return the multiplications with weights in a forward pass of `tokens`, of which `logits` go through the head."""
-    numbers = {name: value for name, value in vars(work).items() if name != "kv_groups"}
+    numbers = {name: value for name, value in vars(work).items() if not isinstance(value, tuple)}
     w: dict[str, float] = {name: float(np.asarray(value)) for name, value in numbers.items()}
     layers, width = w["layers"] - w["delta_layers"], w["width"]
     queries, values = w["heads"] * w["key_width"] / tp, w["heads"] * w["value_width"] / tp
