@@ -79,6 +79,12 @@ def test_both_parts_are_those_of_gradients_of_parts_and_of_the_whole(workers, co
     assert of_first_step(records) == pytest.approx(estimate(small, big, part, BATCH), rel=tolerance)
 
 
+def test_a_plan_for_what_is_left_that_cannot_have_it_trains_without(corpus, tmp_path):
+    run = noisy(corpus, train={"steps": 2})
+    records = train_in(World(), run, eager("microbatch=8"), tmp_path)
+    assert len(losses(records)) == 2 and not any("noise" in record for record in records)
+
+
 EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "none"}}
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from argosy.config.schema import RunConfig
+from argosy.errors import UserError
 from argosy.models.microbatch import Microbatch
 from argosy.observe.events import Metrics
 from argosy.parallel.pieces import LocalSquares, square_share
@@ -96,10 +97,14 @@ class NoiseScale(Service):
         return cls(parts.run, parts.plan, parts.state, parts.records)
 
     def __init__(self, run: RunConfig, plan: Plan, state: TrainState, records: Records):
-        check_can_estimate(run, plan)
         model = state.model
         self._run, self._plan, self._state, self._records = run, plan, state, records
         self._every = run.observe.noise_scale_every_steps
+        try:
+            check_can_estimate(run, plan)
+        except UserError as problem:  # the first plan was checked: this one is for what is left of the machines
+            self._every = 0
+            records.progress.say(f" no noise scale under this plan: {problem}", "yellow")
         self._squares, self._pieces = model.own_squares or LocalSquares(), model.own_pieces
         self._device = model.device
         self._model, self._has_own = model, plan.has_own_gradients
