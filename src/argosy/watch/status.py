@@ -18,7 +18,6 @@ from pydantic import BaseModel
 
 from argosy.config.section import DURATION, TIME_UNITS
 from argosy.engines.record import LaunchedJob
-from argosy.engines.ssh import Ssh
 from argosy.errors import ArgosyWarning, UserError
 from argosy.observe.panel import duration
 from argosy.observe.report import Report
@@ -323,6 +322,8 @@ def _resume(reader: RunReader) -> str:
     """Return the command by which the run goes on."""
     job, on = LaunchedJob.load(reader.folder), []
     if job is not None:
+        from argosy.engines.ssh import Ssh  # brings all that starts a job, which few summaries need
+
         places = ["--hosts", job.id] if job.engine == Ssh.name else ["--nodes", str(job.nodes)] if job.nodes > 1 else []
         on = ["--on", job.engine, *places]
     command = "launch" if on else "train"
