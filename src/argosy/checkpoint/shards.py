@@ -64,7 +64,7 @@ class TensorsToSave(Mapping[Box, Tensor]):
     """Tensors to read; what is there as a function is made when it is looked up, and only the last one is kept."""
 
     def __init__(self, *some: Mapping[Box, Tensor | Callable[[], Tensor]] | Mapping[Box, Tensor]):
-        """Of boxes that several mappings have, those of the last one count."""
+        """Take the tensors of all mappings; of a box that several have, the last one's."""
         self._of: dict[Box, Tensor | Callable[[], Tensor]] = {}
         for tensors in some:
             self._of |= tensors._of if isinstance(tensors, TensorsToSave) else tensors

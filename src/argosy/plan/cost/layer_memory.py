@@ -200,14 +200,11 @@ class LayerMemory(RankSizes):
             here = (every > 1) & (self.plans.recompute_every == every)
             if np.any(here):
                 passed = experts * work.layers, deltas * work.layers
-                again = ((all_ - (1 - share) * some) / share for all_, some in zip(self._unlike, passed, strict=True))
+                unlike = work.moe_layers, work.delta_layers
+                again = ((all_ - (1 - share) * some) / share for all_, some in zip(unlike, passed, strict=True))
                 of_both = share * self._among(*again)._of_recomputed + (1 - share) * self._among(*passed)._of_layer
                 kept = np.where(here, of_both, kept)
         return kept
-
-    @property
-    def _unlike(self) -> tuple[Numbers, Numbers]:
-        return self.work.moe_layers, self.work.delta_layers
 
     def _among(self, moe_layers: Numbers, delta_layers: Numbers) -> LayerMemory:
         """Return the memory of layers of which so many have experts, and so many a delta-net."""
