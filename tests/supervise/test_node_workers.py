@@ -224,6 +224,18 @@ def test_the_end_of_a_run_leaves_no_worker_of_which_nothing_is_to_be_saved(node)
     assert node.ends(0) == -signal.SIGTERM, "it is asked to save"
 
 
+def test_a_run_that_stops_waits_for_no_worker_that_is_not_forked_yet(node):
+    node.workers.start(0, "")
+    node.stopping.begin(signal.SIGTERM)
+    node.workers.stop()
+    node.workers.start(1, "")  # the coordinator had not heard of the signal
+    assert len(node.workers) == 0 and list(node.forks.ends) == ["worker 0"]
+    node.workers.forked(0, os.getpid())
+    with pytest.raises(ChannelClosed):
+        node.hears(0)
+    assert not node.told and not node.events("worker_started")
+
+
 def test_workers_that_could_save_nothing_are_not_waited_for(node):
     node.start(0)
     node.join()

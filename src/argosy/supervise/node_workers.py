@@ -109,7 +109,11 @@ class NodeWorkers:
     # ---- from fork to end ---------------------------------------------------------------------------------------
 
     def start(self, slot: int, interface: str) -> None:
-        """Ask for a worker. interface: the network interface that leads to the coordinator; empty if not known."""
+        """Ask for a worker, unless the run is to stop: no world will be formed for it. interface: the network interface
+        that leads to the coordinator; empty if not known.
+        """
+        if self._stopping.number is not None:
+            return
         if (before := self._processes.get(slot)) is not None and before.state is RankState.DONE:
             self._handle_exit(before, 0)  # its world broke after it had reached the end; it is still ending
         environment = {
@@ -131,8 +135,10 @@ class NodeWorkers:
         self._selector.register(process.channel, selectors.EVENT_READ, partial(self._hear, process))
 
     def forked(self, slot: int, pid: int) -> None:
-        """Note that the process that was asked for is there."""
-        self._processes[slot].pid = pid
+        """Note that the process that was asked for is there; one that `stop` gave up ends with its channel."""
+        if (process := self._processes.get(slot)) is None:
+            return
+        process.pid = pid
         self._events.write("worker_started", slot=slot, pid=pid)
         self._tell(say.WorkerStarted(slot=slot, pid=pid))
 
@@ -307,11 +313,16 @@ class NodeWorkers:
             )
 
     def stop(self) -> None:
-        """Have all save their state and end."""
-        for process in self._processes.values():
-            if self._stopping.is_at_once or not process.generation:  # without one, no world will be formed for it
+        """Have all save their state and end. What the fork server was asked for and has not forked is given up."""
+        for process in list(self._processes.values()):
+            if not process.pid:
+                with suppress(KeyError):  # its end is closed already
+                    self._selector.unregister(process.channel)
+                process.channel.close()
+                del self._processes[process.slot]
+            elif self._stopping.is_at_once or not process.generation:  # without one, no world will be formed for it
                 self._kill(process, "the run is to stop, and it has nothing to save")
-            elif process.pid:
+            else:
                 process.signal(signal.SIGTERM)
 
     def _members(self, generation: int, states: Collection[RankState]) -> list[WorkerProcess]:
