@@ -30,6 +30,17 @@ def test_nothing_is_kept_before_the_first_step():
     assert one.nbytes == 2 * 4 * 4 * 256
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_slot_shares_the_moments_of_one_that_keeps_them_alike(int8):
+    one, other = slot(int8=int8), slot(int8=int8)
+    assert not other.adopt(one), "there are none yet"
+    one.load({name: torch.rand(4, 256) for name in NAMES})
+    one.steps = 3
+    assert other.adopt(one) and other.steps == 3
+    assert all(moment is other.kept()[name] for name, moment in one.kept().items())
+    assert not slot(int8=not int8).adopt(one)
+
+
 def test_moments_in_eight_bits_take_a_quarter():
     assert slot(int8=True).moments().keys() == {*NAMES}
     one = slot(int8=True)

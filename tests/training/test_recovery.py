@@ -294,6 +294,18 @@ def test_an_adapter_s_next_world_knows_which_weights_it_stands_beside():
     assert (after.recovery.tier, after.state.base_sha256) == ("live", "5a")
 
 
+def test_moments_that_stay_where_they_are_are_in_memory_once():
+    def places(state: TrainState) -> list[int]:
+        return [t.data_ptr() for piece in state.model.masters for t in state.optimizer.kept_of(piece).values()]
+
+    before = Training(World(), "").until(2)
+    after = Training(World(), "", before.state)
+    assert places(after.state) == places(before.state)
+    taken = [tensor.nbytes for box, tensor in after.state.boxes().items() if not box.name.startswith("scaler.")]
+    assert after.recovery.own_bytes == sum(taken)
+    assert_same_bits([after.until(3).values()], [Training(World(), "").until(3).values()])
+
+
 def fall_behind(world: World, store: Path, plan: str, behind: Sequence[int], model: dict[str, Any]) -> tuple[Any, ...]:
     """The ranks `behind` have the gradient of step 3, and the exchange fails them; the others have applied it, and the
     last is lost.

@@ -137,7 +137,7 @@ class Optimizer:
             return {"step": _steps_of(slot), **slot.moments()}
 
     def state_to_save(self, piece: Piece) -> dict[str, Tensor | Callable[[], Tensor]]:
-        """Return what `state_of` does; of moments that are kept in 8 bits, functions that make them."""
+        """Return what `state_of` does; of moments, functions: none is made, or widened, before it is wanted."""
         slot = self._slots[piece.name]
         with torch.no_grad():
             return {"step": _steps_of(slot), **slot.moments_to_save()}
@@ -145,6 +145,11 @@ class Optimizer:
     def kept_of(self, piece: Piece) -> dict[str, Tensor]:
         """Return the live tensors that hold the piece's moments, in their own format; none before the first step."""
         return self._slots[piece.name].kept()
+
+    def adopt(self, piece: Piece, other: Optimizer) -> bool:
+        """Share the state that `other` has of a piece of this name, place and shape, if both keep it alike; only one of
+        the two may be stepped from then on. Return True if it is shared."""
+        return self._slots[piece.name].adopt(other._slots[piece.name])
 
     @torch.no_grad()
     def load_state(self, piece: Piece, state: dict[str, Tensor]) -> None:

@@ -96,9 +96,19 @@ class Slot:
         """Return the moments, fp32, local shape: the live tensors if these are fp32. Zeros before the first step."""
         return {name: self._widened(name) for name in self.names}
 
-    def moments_to_save(self) -> dict[str, Tensor | Callable[[], Tensor]]:
-        """Return the live moments; of those that are kept in 8 bits, functions that make them, fp32."""
-        return {name: partial(self._widened, name) for name in self.names} if self.settings.int8 else {**self.moments()}
+    def moments_to_save(self) -> dict[str, Callable[[], Tensor]]:
+        """Return functions that return the live moments; of those that are kept in 8 bits, fp32 copies in the host's
+        memory."""
+        return {name: partial(self._to_save, name) for name in self.names}
+
+    def adopt(self, other: Slot) -> bool:
+        """Take over the moments and steps of `other`, of a piece like this one, without a copy. Return False, and do
+        nothing, if it has none or keeps them otherwise."""
+        is_alike = (other.names, other.settings.int8) == (self.names, self.settings.int8)
+        if not other._moments or not is_alike or other.piece.value.device != self.piece.value.device:
+            return False
+        self._moments, self.steps = {**other._moments}, other.steps
+        return True
 
     def kept(self) -> dict[str, Tensor]:
         """Return the live tensors that hold the moments; none before the first step."""
@@ -144,6 +154,10 @@ class Slot:
         value = self.piece.value.detach()
         if value.dtype == torch.bfloat16:
             value.copy_(self._at_random().to_bf16(update.weight, *key, "weight"))
+
+    def _to_save(self, name: str) -> Tensor:
+        moment = self._widened(name)
+        return moment.cpu() if self.settings.int8 else moment
 
     def _widened(self, name: str) -> Tensor:
         if name not in self._moments:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,7 @@ from argosy.checkpoint.directory import Transfer, match
 from argosy.checkpoint.exchange import CorruptMessage, Traffic, carry, travels
 from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.memory import MemoryCheckpoint, memory_checkpoints_in, node_name
-from argosy.checkpoint.shards import TensorsToSave
+from argosy.checkpoint.shards import TensorsToSave, box_bytes
 from argosy.errors import ArgosyError
 from argosy.faults import fault
 from argosy.parallel.encoding import ErrorRecord, SentTensor
@@ -229,7 +229,7 @@ def recover(
             refused.append(str(problem))
     if found is not None and (tier == "none" or state.step < found.position.step):
         tier = "live" if found.is_live else "memory"
-        traffic = over(group, peers.merge(_take(found, sources, state, state.boxes(found.past), group), Traffic, _sum))
+        traffic = over(group, peers.merge(_take(found, sources, state, survivor, group), Traffic, _sum))
     past = state.history if tier == "disk" and state.history.depth > history.depth else history
     name = over(group, peers.merge(secrets.token_hex(6) if world.is_first else "", str, max))
     state.history = past.next(name, state.step)
@@ -357,23 +357,29 @@ def _take(
     found: WholeState,
     sources: Sequence[_Source],
     state: TrainState,
-    tensors: Mapping[Box, Tensor],
+    survivor: TrainState | None,
     group: dist.ProcessGroup | None,
 ) -> Traffic:
     """Carry out the transfers of `found`, and take the state over. Raises: CorruptMessage, RuntimeError."""
+    is_used = any(sources[i].saved is None for i in found.used)
+    adopted = state.adopt(survivor) if survivor is not None and is_used else set()
+    tensors = state.boxes(found.past, adopted)
     held = TensorsToSave(*(sources[i].tensors() for i in reversed(found.used)))
+    mine = peers_of(group).rank
+    transfers = [t for t in found.transfers if t.receiver != mine or t.wanted in tensors]
+    adopted_bytes = sum(box_bytes(t.part) for t in found.transfers) - sum(box_bytes(t.part) for t in transfers)
     for attempt in range(EXCHANGE_ATTEMPTS):
         try:
-            traffic = carry(found.transfers, held, tensors, group)
+            traffic = carry(transfers, held, tensors, group)
             break
         except CorruptMessage:
             if attempt == EXCHANGE_ATTEMPTS - 1:
                 raise
     _take_scale(found.leader, held, tensors, group)
-    state.restored(tensors)
+    state.restored(tensors, adopted)
     state.step, state.tokens, state.skipped = found.position.step, found.position.tokens, found.position.skipped
     state.rounds, state.base_sha256 = found.position.rounds, found.position.base_sha256
-    return traffic
+    return replace(traffic, own_bytes=traffic.own_bytes + adopted_bytes)
 
 
 def _take_scale(
@@ -381,7 +387,7 @@ def _take_scale(
 ) -> None:
     """Take over the leader's loss scale, as far as both have one; states of other precisions have none."""
     peers, kind = peers_of(group), list[tuple[str, SentTensor]]
-    mine = [(box.name, tensor) for box, tensor in held.items() if is_scale(box)] if peers.rank == leader else []
+    mine = [(box.name, held[box]) for box in held if is_scale(box)] if peers.rank == leader else []
     scale = dict(over(group, peers.merge(mine, kind, lambda one, other: one or other)))
     for box, tensor in tensors.items():
         if is_scale(box) and box.name in scale:

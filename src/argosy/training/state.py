@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -193,23 +193,34 @@ class TrainState:
                 found[box] = QuantisedWeight(piece.value.detach(), scheme)
         return found
 
-    def boxes(self, past: SavedSyncState | None = None) -> dict[Box, Tensor]:
-        """Return all tensors of this rank's part: plain, most of them live, to fill (then `restored`).
+    def boxes(self, past: SavedSyncState | None = None, adopted: Collection[str] = ()) -> dict[Box, Tensor]:
+        """Return all tensors of this rank's part, plain, most of them live, to fill (then `restored`).
 
         Moments that are kept in 8 bits are fp32 here, in the host's memory. past: what a state to fill them from has of
-        compressors' memory; None: return this state's own.
+        compressors' memory; None: return this state's own. adopted: pieces whose optimizer state is left out.
         """
-        parts = self._all(past)
-        return {box: part if isinstance(part, Tensor) else part().cpu() for box, part in parts.items()}
+        parts = self._all(past, adopted)
+        return {box: part if isinstance(part, Tensor) else part() for box, part in parts.items()}
 
     def to_save(self, past: SavedSyncState | None = None) -> TensorsToSave:
-        """Return the same tensors to copy: moments that are kept in 8 bits are widened one at a time."""
+        """Return the same tensors to copy: moments are looked up, or widened, one at a time."""
         return TensorsToSave(self._all(past))
 
-    def _all(self, past: SavedSyncState | None) -> dict[Box, Tensor | Callable[[], Tensor]]:
+    def adopt(self, survivor: TrainState) -> set[str]:
+        """Share the optimizer's state of pieces that lie here where `survivor` has them, so that memory holds it once.
+
+        Return their names. It stays as it is until one of the two makes a step; then the other is over.
+        """
+        theirs = {piece.place for piece in survivor.model.masters}
+        mine = (piece for piece in self.model.masters if piece.place in theirs)
+        return {piece.name for piece in mine if self.optimizer.adopt(piece, survivor.optimizer)}
+
+    def _all(
+        self, past: SavedSyncState | None, adopted: Collection[str] = ()
+    ) -> dict[Box, Tensor | Callable[[], Tensor]]:
         parts: dict[Box, Tensor | Callable[[], Tensor]] = {**self.weights()}
         for piece in self.model.masters:
-            for key, part in self.optimizer.state_to_save(piece).items():
+            for key, part in self.optimizer.state_to_save(piece).items() if piece.name not in adopted else ():
                 like = part if isinstance(part, Tensor) else piece.value.detach().to("meta", torch.float32)
                 parts[_part(f"optimizer.{piece.name}.{key}", piece, like)] = part
         memory = SyncMemory(self.model)
@@ -243,13 +254,14 @@ class TrainState:
         pieces = {piece.name: piece for piece in self.model.masters}
         return {_part(f"{SENT}{number}.{name}", pieces[name], tensor): tensor for name, tensor in sent.items()}
 
-    def restored(self, boxes: Mapping[Box, Tensor]) -> None:
-        """Take over the values that the tensors of `boxes()` were filled with."""
+    def restored(self, boxes: Mapping[Box, Tensor], adopted: Collection[str] = ()) -> None:
+        """Take over the values that the tensors of `boxes(adopted=adopted)` were filled with."""
         tensors = {box.name: tensor for box, tensor in boxes.items()}
         self.model.after_update()
         for piece in self.model.masters:
-            keys = self.optimizer.state_of(piece)
-            self.optimizer.load_state(piece, {key: tensors[f"optimizer.{piece.name}.{key}"] for key in keys})
+            if piece.name not in adopted:
+                keys = self.optimizer.state_to_save(piece)
+                self.optimizer.load_state(piece, {key: tensors[f"optimizer.{piece.name}.{key}"] for key in keys})
         SyncMemory(self.model).restored(boxes)
         self.scaler.load_state({key: tensors[f"scaler.{key}"] for key in self.scaler.state()})
 
