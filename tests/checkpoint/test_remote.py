@@ -196,6 +196,18 @@ def test_what_a_kill_left_of_a_copy_goes_once_there_is_a_later_one(tmp_path, run
     assert remote.steps() == [3, 4]
 
 
+def test_a_place_is_asked_about_each_copy_once_and_about_no_older_one_than_the_newest(tmp_path, run_dir, monkeypatch):
+    for step in range(1, 6):
+        Remote(str(tmp_path / "there"), run_dir).put(write(run_dir, step), anywhere)
+    remote, asked = Remote(str(tmp_path / "there"), run_dir), []
+    exists = remote._fs.exists
+    monkeypatch.setattr(remote._fs, "exists", lambda path: asked.append(path) or exists(path))
+    assert (remote.newest(), remote.newest(5), remote.newest(1)) == (5, 4, None) and len(asked) == 2
+    assert remote.steps() == [1, 2, 3, 4, 5] and len(asked) == 5
+    remote.prune(keep_last=2, keep_every=0)
+    assert remote.steps() == [4, 5] and len(asked) == 5
+
+
 def test_copies_of_steps_that_the_run_turned_away_from_go(url, run_dir):
     remote = Remote(url, run_dir)
     for step in (1, 2, 3):

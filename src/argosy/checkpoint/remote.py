@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -61,6 +62,8 @@ class Remote:
                 "install its package, or leave the key out."
             ) from None
         self._root = f"{place.rstrip('/')}/{name}"
+        self._whole: set[int] = set()
+        """Steps whose copies are known to be whole."""
 
     def _in_time(self, ask: Callable[[], Answer]) -> Answer:
         """Return the place's first answer. Raises: as `ask`; OSError without one, for which s3fs waits 15 minutes."""
@@ -86,8 +89,12 @@ class Remote:
     def newest_plan(self) -> str:
         """Return the plan of the newest copy; "" if there is none or the place is not this run's. Claim nothing."""
         is_mine = self._in_time(lambda: fence.is_owner(self._fs, self._root, self._run_dir))
-        steps = self.steps() if is_mine else []
-        return self._manifest(steps[-1]).plan if steps else ""
+        newest = self.newest() if is_mine else None
+        return "" if newest is None else self._manifest(newest).plan
+
+    def newest(self, before: float = math.inf) -> int | None:
+        """Return the newest step before `before` of which there is a copy, asking for none that is older."""
+        return next((step for step in reversed(self._begun()) if step < before and self._is_whole(step)), None)
 
     def steps(self) -> list[int]:
         """Return the steps of which there are copies, in order."""
@@ -101,7 +108,10 @@ class Remote:
         return sorted(step for step in map(step_of, names) if step is not None)
 
     def _is_whole(self, step: int) -> bool:
-        return bool(self._fs.exists(self._path(step, MANIFEST)))
+        """Return True if the copy of `step`, which was begun, has its manifest; a place is asked once for each."""
+        if step not in self._whole and self._fs.exists(self._path(step, MANIFEST)):
+            self._whole.add(step)
+        return step in self._whole
 
     def put(self, checkpoint: Checkpoint, check_generation: Callable[[], None]) -> bool:
         """Copy `checkpoint`, file by file; False if it is there already.
@@ -117,7 +127,7 @@ class Remote:
             with suppress(ArgosyError):  # damaged, or of another format: it is replaced
                 if self._manifest(checkpoint.step) == manifest:
                     return False
-            self._fs.rm_file(there)
+            self._forget(checkpoint.step)
         check_generation()
         make_remote_folder(self._fs, self._path(checkpoint.step))
         for name, wanted in manifest.files.items():
@@ -184,13 +194,17 @@ class Remote:
 
     def forget_after(self, step: int) -> None:
         """Delete the copies of steps after `step`: the run has turned away from them."""
-        for later in self.steps():
-            if later > step:
+        for later in self._begun():
+            if later > step and self._is_whole(later):
                 self._remove(later)
 
     def _remove(self, step: int) -> None:
-        self._fs.rm_file(self._path(step, MANIFEST))
+        self._forget(step)
         self._remove_folder(step)
+
+    def _forget(self, step: int) -> None:
+        self._whole.discard(step)
+        self._fs.rm_file(self._path(step, MANIFEST))
 
     def _remove_folder(self, step: int) -> None:
         folder = self._path(step)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
@@ -39,6 +39,9 @@ from argosy.checkpoint.store import Checkpoint, step_folder
 from argosy.errors import STOP_SIGNALS, UserError
 from argosy.files import atomic_write
 from argosy.processes.child import Channel, ChannelClosed, channel_to_parent, messages
+
+if TYPE_CHECKING:
+    from argosy.checkpoint.remote import Remote
 
 FIRST_WRITER_S = 1.0
 """Shortest limit of the first writer's wait for the others."""
@@ -167,6 +170,8 @@ class Writer:
         self._snapshot, self._tell = snapshot, tell
         self._saves, self._upkeep, self._copies = _Line(self._save), _Line(self._look_after), _Line(self._drain)
         self._draining: int | None = None
+        self._remote: Remote | None = None
+        """The remote place, which knows what is there already; None before the first copy."""
         self._not_copied: tuple[SaveOrder, Upkeep] | None = None
         self._is_closing = threading.Event()
 
@@ -241,7 +246,7 @@ class Writer:
             if newest is None:
                 return
             self._draining = newest.step
-            remote = Remote(upkeep.remote, run_dir)
+            remote = self._remote = self._remote or Remote(upkeep.remote, run_dir)
             lasting = {
                 c.step: c
                 for c in store.committed(run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -232,10 +233,9 @@ class Checkpointer:
             state.base_sha256 = sha256
 
     def _newest_step(self) -> int | None:
-        steps = [c.step for c in store.committed(self._run_dir)]
-        if self._remote is not None:
-            steps += self._remote_steps(self._remote, may_fail=bool(steps))
-        return max(steps, default=None)
+        here = max((c.step for c in store.committed(self._run_dir)), default=None)
+        there = None if self._remote is None else self._newest_copy(self._remote, may_fail=here is not None)
+        return max((step for step in (here, there) if step is not None), default=None)
 
     def _newest_here(self, at_most: int | None) -> Choice | None:
         """Return the newest whole one in the run's folder. Each process reads a share of the files that are checked."""
@@ -280,9 +280,11 @@ class Checkpointer:
         nobody who found none here has accepted.
         """
         damaged = here.damaged if here else ()
-        for step in reversed(self._remote_steps(remote, may_fail=here is not None)):
-            if (at_most is not None and step > at_most) or (here and step <= here.checkpoint.step):
-                continue
+        before = math.inf if at_most is None else at_most + 1
+        while (step := self._newest_copy(remote, here is not None, before)) is not None:
+            if here and step <= here.checkpoint.step:
+                break
+            before = step
             try:
                 checkpoint = remote.fetch(step, fence.own_generation())
             except DamagedCheckpoint as problem:
@@ -339,9 +341,10 @@ class Checkpointer:
                 f"gone back from, could not be deleted ({problem}). Delete them there."
             )
 
-    def _remote_steps(self, remote: Remote, may_fail: bool) -> list[int]:
+    def _newest_copy(self, remote: Remote, may_fail: bool, before: float = math.inf) -> int | None:
+        """Return the newest step before `before` of which there is a copy in the remote place."""
         try:
-            return remote.steps()
+            return remote.newest(before)
         except UserError:  # the copies there are another run's
             raise
         except Exception as problem:  # of any of fsspec's file systems
@@ -351,7 +354,7 @@ class Checkpointer:
                     "no whole checkpoint. Mend that, or leave the key out to start without what is there."
                 ) from None
             self._progress.say(f"checkpoint.remote = {self._settings.remote} cannot be read: {problem}")
-            return []
+            return None
 
     def _hear(self, news: str, /, **facts: Any) -> None:
         """Record what has become of a checkpoint, and tell the user if it failed."""
