@@ -30,6 +30,14 @@ def test_seconds_and_bytes_of_communication_are_columns() -> None:
     assert rows["communication.tp.node.1"] == [100]
 
 
+@pytest.mark.parametrize("others", [[[2.0, 3]], [None], ["text", [2.0]], [[2.0, 3, 4]]], ids=str)
+def test_a_list_is_read_whatever_other_lines_have(others: list[object]) -> None:
+    of_node = [[0.5, 100], *others]
+    rows = rows_of([{"step": n, "communication": {"tp": {"node": value}}} for n, value in enumerate(of_node)])
+    expected = [value[0] if isinstance(value, list) else np.nan for value in of_node]
+    np.testing.assert_array_equal(rows["communication.tp.node.0"], expected)
+
+
 def test_a_key_that_begins_late_or_ends_is_nan_where_it_is_missing() -> None:
     table = grown([{"step": 0, "a": 1}], [{"step": 1, "b": 2}, {"step": 2, "a": None, "b": 3}])
     np.testing.assert_array_equal(table["a"], [1, np.nan, np.nan])

@@ -1,18 +1,14 @@
 """Columns of numbers by step, and the parsing that fills them from JSON lines.
 
 A key is a path in a line's nested tables, with dots: `seconds.forward`, `communication.tp.node.0`. The part before the
-first dot is its group. Lines are parsed group by group: of a million lines only what is asked for becomes numbers.
-
-Where lines are alike, the first of a chunk says which numbers the group has. A type is made for just these (msgspec's
-structs), so that no table and no key's name becomes an object of Python. A line with another key, or with something
-else than a number, does not fit the type: that chunk is read in the plain way.
+first dot is its group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from operator import attrgetter
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -178,42 +174,43 @@ def _risen(steps: Floats) -> npt.NDArray[np.bool_]:
     return np.append(steps[:-1] < later[1:], True) if len(steps) else np.zeros(0, bool)
 
 
-def rows_of(lines: Sequence[Line], prefix: str = "") -> dict[str, Floats]:
+def rows_of(lines: Sequence[Line]) -> dict[str, Floats]:
     """Return the columns of these lines, by flat key. null is NaN. Texts are left out, and lists but LISTS."""
     out: dict[str, Floats] = {}
-    _add_columns(lines, prefix, out)
+    _add_tables("", lines, out)
     return out
 
 
-def _add_columns(lines: Sequence[Line], prefix: str, out: dict[str, Floats]) -> None:
+def _add_tables(prefix: str, tables: Sequence[Line], out: dict[str, Floats]) -> None:
     """Add column by column: of a million lines, that is some times as fast as line by line."""
-    names: dict[str, None] = {}
-    for line in lines:
-        if len(names) <= MOST_COLUMNS_READ and not names.keys() >= line.keys():
-            names.update(dict.fromkeys(line))
-    for name in names:
+    alike = dict.fromkeys(map(tuple, tables))  # most have the same keys
+    for name in dict.fromkeys(chain.from_iterable(alike)):
         if len(out) >= MOST_COLUMNS_READ:
             return
-        key, values = f"{prefix}{name}", [line.get(name) for line in lines]
-        array = numbers(values)
-        if array is not None:
-            out[key] = array
-        elif key.count(".") < DEEPEST_TABLE and any(isinstance(value, dict) for value in values):
-            _add_columns([value if isinstance(value, dict) else {} for value in values], f"{key}.", out)
-        elif key.startswith(LISTS):
-            _add_columns([_as_table(value) for value in values], f"{key}.", out)
+        add_column(f"{prefix}{name}", [table.get(name) for table in tables], out)
 
 
-def numbers(values: list[Any]) -> Floats | None:
-    """Return these values as numbers; None if most are neither number nor null. A single one that is none is NaN."""
-    try:
-        array = np.array(values, dtype=float)
-    except (TypeError, ValueError, OverflowError):  # a table, a text, lists of several lengths, a giant integer
-        return _mostly_numbers(values)
-    return array if array.ndim == 1 else None
+def add_column(key: str, values: list[Any], out: dict[str, Floats]) -> None:
+    """Add what `rows_of` returns of one key, whose value in each line is given."""
+    kinds = set(map(type, values))
+    array = None if kinds == {dict} else _numbers(values)
+    if array is not None and array.ndim == 1:
+        out[key] = array
+    elif key.count(".") < DEEPEST_TABLE and dict in kinds:
+        _add_tables(f"{key}.", [value if isinstance(value, dict) else {} for value in values], out)
+    elif key.startswith(LISTS) and array is not None and array.ndim == 2:
+        out |= {f"{key}.{n}": column for n, column in enumerate(array.T[: MOST_COLUMNS_READ - len(out)])}
+    elif key.startswith(LISTS):
+        _add_tables(f"{key}.", [_as_table(value) for value in values], out)
 
 
-def _mostly_numbers(values: list[Any]) -> Floats | None:
+def _numbers(values: list[Any]) -> Floats | None:
+    """Return these values as numbers, lists of one length as rows; None if most are neither number nor null.
+
+    A single one that is none is NaN.
+    """
+    with suppress(TypeError, ValueError, OverflowError):  # a table, a text, lists of several lengths, a giant integer
+        return np.array(values, dtype=float)
     are = [value is None or (isinstance(value, int | float) and abs(value) < MOST_NUMBER) for value in values]
     if 2 * sum(are) <= len(values) or all(value is None for value, is_one in zip(values, are, strict=True) if is_one):
         return None
@@ -222,97 +219,3 @@ def _mostly_numbers(values: list[Any]) -> Floats | None:
 
 def _as_table(value: Any) -> Line:
     return {str(index): part for index, part in enumerate(value)} if isinstance(value, list) else {}
-
-
-try:
-    import msgspec
-except ImportError:
-    msgspec = None  # type: ignore[assignment]
-
-Shape = tuple[tuple[str, Any], ...]
-"""Names of a table, each with the shape of its table, with the length of its list, or with None: a number."""
-
-
-def group_rows(chunk: bytes, group: str, sample: dict[str, Any]) -> dict[str, Floats] | None:
-    """Return the columns of `group`, and `step`; None if the lines are not alike, or msgspec is not installed.
-
-    sample: a line that has the group. Lines without a loss, and those without the group, have NaN.
-    """
-    shape = _shape(sample[group], f"{group}.", 0) if isinstance(sample.get(group), dict) else None
-    if msgspec is None or shape is None:
-        return None
-    parse, columns = _parser(group, shape)
-    try:
-        lines = [line for line in parse(chunk) if line.loss is not _ABSENT]
-        steps = np.array([line.step for line in lines], dtype=float)
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
-        return None
-    # A line without the group shows as one whose numbers are all missing.
-    tables = [_NOTHING if line.group is None else line.group for line in lines]
-    out = {STEP_COLUMN: steps}
-    for key, get in columns:
-        out[key] = np.array([get(table) for table in tables], dtype=float)
-    return out
-
-
-class _Nothing:
-    """Has any attribute, and it is nothing."""
-
-    def __getattr__(self, name: str) -> _Nothing | None:
-        return None if name.startswith("n") else self
-
-
-_ABSENT: Any = object()
-_NOTHING = _Nothing()
-
-
-def _shape(table: dict[str, Any], prefix: str, depth: int) -> Shape | None:
-    """Return the shape of a table; None if there is anything but numbers in it."""
-    out: list[tuple[str, Any]] = []
-    for name, value in table.items():
-        inner: Any = None
-        if isinstance(value, dict):
-            inner = _shape(value, f"{prefix}{name}.", depth + 1) if depth < DEEPEST_TABLE else None
-            if inner is None:
-                return None
-        elif isinstance(value, list):
-            if not prefix.startswith(LISTS) or not all(isinstance(part, int | float) for part in value):
-                return None
-            inner = len(value)
-        elif value is not None and not isinstance(value, int | float):
-            return None
-        out.append((name, inner))
-    return tuple(out) if len(out) <= MOST_COLUMNS_READ else None
-
-
-@lru_cache(maxsize=64)
-def _parser(group: str, shape: Shape) -> tuple[Callable[[bytes], list[Any]], list[tuple[str, Callable[[Any], Any]]]]:
-    """Return what parses lines to objects with `step`, `loss` and `group`, and how a column is got out of a group."""
-    columns: list[tuple[str, Callable[[Any], Any]]] = []
-    kind = _type(shape, f"{group}.", "", columns)
-    fields: list[Any] = [("step", float), ("loss", Any, _ABSENT), ("group", kind | None, None)]
-    line = msgspec.defstruct("Line", fields, rename={"group": group}, gc=False)
-    return msgspec.json.Decoder(line).decode_lines, columns
-
-
-def _type(shape: Shape, prefix: str, path: str, columns: list[tuple[str, Callable[[Any], Any]]]) -> Any:
-    """Return a struct of this shape, and add its numbers' keys. Numbers are named n0, n1, ..., tables t0, t1, ..."""
-    fields: list[tuple[str, Any, Any]] = []
-    names: dict[str, str] = {}
-    default: Any
-    for index, (name, inner) in enumerate(shape):
-        if inner is None:
-            field, default = f"n{index}", None
-            kind: Any = float | None
-            columns.append((f"{prefix}{name}", attrgetter(f"{path}{field}")))
-        else:
-            field, default = f"t{index}", _NOTHING
-            if isinstance(inner, int):
-                parts: list[Any] = [(f"n{n}", float | None) for n in range(inner)]
-                kind = msgspec.defstruct("Numbers", parts, array_like=True, forbid_unknown_fields=True, gc=False)
-                columns += [(f"{prefix}{name}.{n}", attrgetter(f"{path}{field}.n{n}")) for n in range(inner)]
-            else:
-                kind = _type(inner, f"{prefix}{name}.", f"{path}{field}.", columns)
-        names[field] = name
-        fields.append((field, kind, default))
-    return msgspec.defstruct("Table", fields, rename=names, forbid_unknown_fields=True, gc=False)

@@ -16,7 +16,7 @@ import numpy as np
 from argosy.observe.events import from_the_end
 from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import record_of, step_line
-from argosy.watch.columns import STEP_COLUMN, Columns, Floats, Line, group_of, group_rows, numbers, rows_of
+from argosy.watch.columns import STEP_COLUMN, Columns, Floats, Line, add_column, group_of, rows_of
 from argosy.watch.linefile import leads_away, spread_lines
 
 try:  # without the extra `watch` all is the same, but a long run takes some times as long to open
@@ -155,8 +155,7 @@ class MetricsTable:
             return
         for chunk in self._file.again():
             self._groups.add(group)  # unless the file is gone at the moment: then it is read later
-            sample = next((line for line in map(record_of, _some_lines(chunk)) if line and group in line), {})
-            rows = group_rows(chunk, group, sample) or _grouped(chunk, {STEP_COLUMN, LOSS_KEY, group}).steps
+            rows = _grouped(chunk, {STEP_COLUMN, LOSS_KEY, group}).steps
             if STEP_COLUMN in rows:
                 self.steps.put(rows[STEP_COLUMN], {key: rows[key] for key in rows if group_of(key) == group})
                 self._keys.update(dict.fromkeys(rows))
@@ -259,16 +258,9 @@ def _from_records(records: list[Any], names: Sequence[str], rare: Sequence[str])
 def _columns(records: list[Any], names: Sequence[str]) -> Rows:
     out: Rows = {}
     for n, name in enumerate(names):
-        values = map(attrgetter(f"f{n}"), records)
-        try:
-            out[name] = np.fromiter(values, float, len(records))
-            continue
-        except (TypeError, ValueError, OverflowError):
-            pass  # a line without it, or with a table
-        each = list(map(attrgetter(f"f{n}"), records))
-        if each.count(None) < len(each):
-            array = numbers(each)
-            out |= {name: array} if array is not None else rows_of([{name: value} for value in each])
+        values = list(map(attrgetter(f"f{n}"), records))
+        if values.count(None) < len(values):
+            add_column(name, values, out)
     return out
 
 
