@@ -323,6 +323,12 @@ def test_nothing_of_the_demo_is_left_beside_conversations() -> None:
     assert load(overrides={"train.objective": "pretrain"}) == load()
 
 
+def test_nothing_of_the_demo_s_text_is_left_beside_other_text() -> None:
+    assert run_of().data.prepare.max_text_bytes is None
+    prepare = load(overrides={"data.sources": {"/p": 1.0}}).data.prepare
+    assert prepare == RunConfig().data.prepare.model_copy(update={"out": prepare.out})
+
+
 def test_what_the_user_says_stays(tmp_path: Path) -> None:
     run = run_of(train__objective="dpo", optimizer__lr=1e-4, train__steps=7, data__seq_len=256, name="mine")
     assert (run.optimizer.lr, run.train.steps, run.train.epochs, run.data.seq_len) == (1e-4, 7, 0, 256)

@@ -300,6 +300,8 @@ SAYS_NOTHING: Mapping[Key, tuple[str, ...]] = {
         *("name", "data.seq_len", "data.prepare.out", "data.prepare.vocab_size", "data.prepare.max_text_bytes"),
         *("train", "optimizer", "schedule", "evaluate", "launch.processes"),
     ),
+    key_of("data.prepare.input"): ("data.prepare.max_text_bytes",),
+    key_of("data.sources"): ("data.prepare",),
 }
 """A key that a run is given -> the keys and tables of a run preset that are nobody's choice then: they are of its own
 model, of training all weights, or of its text."""
