@@ -100,12 +100,26 @@ def test_what_was_imported_is_a_whole_checkpoint_of_weights_only(exported, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"back"}
 
 
+def adapter_of_queries(inputs: int, outputs: int, fill: float = 0.0) -> dict[str, torch.Tensor]:
+    sizes = {"a": (2, inputs), "b": (outputs, 2)}
+    return {f"blocks.0.attention.q.lora.{part}": torch.full(size, fill) for part, size in sizes.items()}
+
+
+def test_an_adapter_beside_bf16_is_merged_in_the_precision_of_the_export(trained, tmp_path):
+    export_checkpoint(trained, tmp_path / "half", "bf16")
+    config, weights = import_folder(tmp_path / "half")
+    adapter = adapter_of_queries(*reversed(weights.shape("blocks.0.attention.q.weight")), fill=0.01)
+    export_adapter(config, LoraConfig(rank=2), adapter, weights, tmp_path / "peft")
+    import_adapter(tmp_path / "peft", tmp_path / "half", tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "whole", "fp32")
+    import_checkpoint(tmp_path / "whole", tmp_path / "back")
+    assert torch.equal(logits(tmp_path / "back"), logits(tmp_path / "run"))
+
+
 def test_an_adapter_and_the_weights_beside_it_may_be_at_urls(trained, exported, tmp_path):
     config, weights = import_folder(exported)
     outputs, inputs = weights.shape("blocks.0.attention.q.weight")
-    adapter = {f"blocks.0.attention.q.lora.{part}": torch.zeros(size) for part, size in
-               {"a": (2, inputs), "b": (outputs, 2)}.items()}  # fmt: skip
-    export_adapter(config, LoraConfig(rank=2), adapter, weights, tmp_path / "peft")
+    export_adapter(config, LoraConfig(rank=2), adapter_of_queries(inputs, outputs), weights, tmp_path / "peft")
     with pytest.raises(UserError, match=r"config\.json is not there\. An adapter alone is: .* --base WEIGHTS"):
         import_checkpoint(tmp_path / "peft", tmp_path / "run")
     import_adapter(f"file://{tmp_path / 'peft'}", Path(f"file://{exported}"), tmp_path / "run")

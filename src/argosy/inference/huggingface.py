@@ -84,7 +84,8 @@ def export_checkpoint(
     tokenizer = run_dir / TOKENIZER if (run_dir / TOKENIZER).is_file() else None
     eod_id = None if tokenizer is None else found.tokenizer.eod_id
     cards = cards_of(found, format, license_name, overwrite)
-    with open_weights(found.run, found.checkpoint) as weights:
+    kept = EXPORT_DTYPES[dtype or ("stored" if format == "safetensors" else "bf16")]
+    with open_weights(found.run, found.checkpoint, kept and EXPORT_DTYPES["fp32"]) as weights:  # rounded once
         if format == "gguf":
             config, kind = found.run.model, gguf_type or "bf16"
             usage_dir = None if tokenizer is None else run_dir
@@ -97,7 +98,7 @@ def export_checkpoint(
             found.run.model,
             weights,
             out,
-            dtype=EXPORT_DTYPES[dtype or ("stored" if format == "safetensors" else "bf16")],
+            dtype=kept,
             tokenizer=tokenizer,
             eod_id=eod_id,
             pad_id=_padding(found) if found.run.model.score and tokenizer is not None else None,
