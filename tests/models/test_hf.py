@@ -503,9 +503,14 @@ def test_a_head_that_is_missing_hints_at_tied_embeddings(small, build, tmp_path)
 def test_a_head_stored_beside_the_embedding_it_is_tied_to_is_read_over(small, build, tmp_path):
     hf.export_folder(small, build(small).state_dict(), tmp_path / "out")
     rewrite_config(tmp_path / "out", tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"tie_word_embeddings = true, and lm_head.weight differs from"):
+        hf.import_folder(tmp_path / "out")
+    stored = load_file(tmp_path / "out/model.safetensors")
+    save_file(
+        stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, tmp_path / "out/model.safetensors"
+    )
     _, weights = hf.import_folder(tmp_path / "out")
     assert "head.weight" not in weights
-    stored = load_file(tmp_path / "out/model.safetensors")
     del stored["model.embed_tokens.weight"]  # of two names of one tensor, safetensors.torch.save_model keeps the first
     save_file(stored, tmp_path / "out/model.safetensors")
     assert torch.equal(hf.import_folder(tmp_path / "out")[1]["embedding.weight"], stored["lm_head.weight"])

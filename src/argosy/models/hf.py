@@ -32,7 +32,7 @@ from argosy.models.hf_families import family_of
 from argosy.models.hf_family import TENSOR_NAMES
 from argosy.models.hf_layers import refuse
 from argosy.models.hf_names import Conversion, conversions_of, copies_of, their_shapes
-from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights
+from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights, check_tied
 from argosy.models.quantised import Stored, WeightCompression, compressed, dequantised
 from argosy.models.tensor_file import StoredTensor, TensorToWrite, read_header, write_tensors
 from argosy.plan.mup import folded_factor
@@ -284,7 +284,7 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     # Old Llama folders store frequencies, which config.json gives too; some store a tied head twice, or it alone.
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings and (head := known.pop("lm_head.weight", None)) is not None:
-        known.setdefault("model.embed_tokens.weight", head)
+        check_tied(known.setdefault("model.embed_tokens.weight", head), head, folder.where(HF_CONFIG))
     if skipped := family_of(config.family).skipped:
         known = {n: w for n, w in known.items() if not n.startswith(skipped)}
     config, known = _further_of(config, known, folder)

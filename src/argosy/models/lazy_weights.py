@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from argosy.errors import UserError
 from argosy.models.hf_names import Conversion
 from argosy.models.initialize import box_of
 from argosy.models.quantised import Stored
@@ -16,6 +17,8 @@ from argosy.models.tensor_file import FILE_DTYPES
 
 TENSOR_READ_BYTES = 32 * 2**20
 """About how much of a large tensor is read at once, where its rows can be read by themselves."""
+TIED_ROWS = 16
+"""Rows of a head that are compared with the embedding's: training would change each of them."""
 
 
 class LazyWeights(Mapping[str, Tensor]):
@@ -124,3 +127,14 @@ class FolderWeights(LazyWeights):
         if not self._last[1]:
             self._last = None
         return self._together(conversion, name) if tensor is None else tensor
+
+
+def check_tied(embedding: Stored, head: Stored, file: str) -> None:
+    """Raise UserError if a stored head differs from the embedding that it is tied to, according to `file`: transformers
+    5 computes with the head then, older ones and vLLM with the embedding."""
+    rows = range(0, embedding.shape[0], max(1, embedding.shape[0] // TIED_ROWS))
+    if embedding.shape != head.shape or any((embedding.read(n, 1) != head.read(n, 1)).any() for n in rows):
+        raise UserError(
+            f"{file}: tie_word_embeddings = true, and lm_head.weight differs from model.embed_tokens.weight. Set it to "
+            "false to take both, or take lm_head.weight out of the weights."
+        )
