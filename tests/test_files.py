@@ -22,6 +22,7 @@ from argosy.files import (
     made_folder,
     make_folder,
     read_at_most,
+    sized_file,
     whole_folder,
 )
 
@@ -219,6 +220,22 @@ def test_a_file_that_is_larger_than_its_kind_can_be_is_named_and_not_read_whole(
         read_at_most(path, 2**20)
     path.write_bytes(b"x" * 2**20)
     assert len(read_at_most(path, 2**20)) == 2**20
+
+
+def test_a_file_to_map_has_its_room_on_the_disk_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "change.f32"
+    path.write_bytes(b"kept")
+    for size in (1 << 20, 0):
+        sized_file(path, size)
+        assert path.stat().st_size == size <= path.stat().st_blocks * 512
+        assert path.read_bytes()[:4] == b"kept"[:size]
+
+    def full(*where: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match=r"change\.f32 could not be written .*No space left.*run the same command"):
+        sized_file(path, 8)
 
 
 def test_a_folder_gets_its_name_once_all_of_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

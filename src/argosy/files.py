@@ -252,6 +252,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sized_file(path: Path, size: int) -> None:
+    """Give a file, made if there is none, `size` bytes of the disk, so that a map of it can be written to: where the
+    room is found missing only then, that is a SIGBUS. Raises: StorageError if there is none.
+    """
+    try:
+        with path.open("ab") as file:
+            file.truncate(size)
+            if size:
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as problem:
+        raise StorageError(
+            f"{path} could not be written ({problem}). Free some space, and run the same command again to go on."
+        ) from None
+
+
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Make a folder of what the block writes into the one that it is given; even a power cut leaves all or nothing.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from argosy.config.load import load
-from argosy.errors import RunFailed
+from argosy.errors import ArgosyWarning, RunFailed
 from argosy.observe.events import read_lines
 from argosy.parallel.world import World
 from argosy.plan.cost.traffic import traffic
@@ -157,3 +157,16 @@ def test_a_run_that_bad_steps_end_says_on_all_ranks_what_was_wrong(tmp_path, ran
 def test_a_budget_of_minutes_that_became_steps_is_in_run_toml(tmp_path):
     records(tmp_path, train={"steps": 0, "minutes": 5}).length(123)
     assert (load(tmp_path / "run.toml").train.steps, events(tmp_path)[0]["steps"]) == (123, 123)
+
+
+def test_a_plan_that_a_full_disk_does_not_take_is_a_warning_and_the_one_before_stays(tmp_path, monkeypatch):
+    def full(*what: object) -> None:
+        raise OSError("No space left on device")
+
+    kept = records(tmp_path)
+    kept.replan(EAGER, 0)
+    before = (tmp_path / "plan.toml").read_bytes()
+    monkeypatch.setattr(Plan, "save", full)
+    with pytest.warns(ArgosyWarning, match=r"plan\.toml is that of the plan before .*No space left"):
+        kept.replan(Plan.parse("dp_replicate=2"), 4)
+    assert (tmp_path / "plan.toml").read_bytes() == before and not (tmp_path / "plan-00000004.toml").exists()

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from argosy.accelerator import CPU
 from argosy.config.train import BatchStage
+from argosy.errors import StorageError
 from argosy.observe.events import Metrics
+from argosy.observe.report import Report
+from argosy.observe.screen import Progress
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.training.summary import StepFigures, headline, predicted_beside_measured
+from argosy.training.summary import StepFigures, headline, predicted_beside_measured, write_report
+from run_folder import RunFolder
 from tiny import run_config
 
 LONG = (
@@ -68,3 +74,28 @@ def test_device_time_counts_the_ranks_that_each_step_had(tmp_path: Path) -> None
     assert len(list(measured.steps(metrics))) == 12 and measured.device_s == 4 * 2 * 2.0 + 8 * 8 * 2.0
     measured = StepFigures(0, [(0, 2), (10, 8), (4, 2)])
     assert len(list(measured.steps(metrics))) == 12 and measured.device_s == 12 * 2 * 2.0
+
+
+def reported(folder: Path) -> None:
+    facts = {"status": "stopped", "peak_flops": 1.0, "time_to_first_step_s": None}
+    never: Any = None  # no text is written, and nothing was scored
+    run, quiet = run_config(Path("no data")), Progress(enabled=False)
+    write_report(run, folder, never, never, None, quiet, Plan(), None, None, CPU, facts)
+
+
+def test_the_time_since_the_start_is_no_less_than_that_of_the_steps_although_the_clock_was_set_back(tmp_path):
+    run = RunFolder(tmp_path)
+    run.event("start", step=0, world_size=1, plan="")
+    run.step(0, 1, loss=2.0, seconds={"step": 3600.0}, step_time_s=3000.0)
+    reported(tmp_path)
+    report = Report.load(tmp_path)
+    assert (report.wall_s, report.goodput) == (7200.0, round(6000 / 7200, 4))
+
+
+def test_a_report_that_cannot_be_written_is_a_matter_of_the_disk(tmp_path):
+    run = RunFolder(tmp_path)
+    run.event("start", step=0, world_size=1, plan="")
+    run.step(0, seconds={"step": 1.0})
+    (tmp_path / "report.json").mkdir()
+    with pytest.raises(StorageError, match=r"report could not be written .* The state is saved"):
+        reported(tmp_path)

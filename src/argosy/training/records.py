@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range
-from argosy.errors import RunFailed, counted
+from argosy.errors import ArgosyWarning, RunFailed, counted
 from argosy.observe.clock import matmul_peak_flops
 from argosy.observe.counters import Communication
 from argosy.observe.events import Events, Metrics
@@ -138,7 +139,7 @@ class Records:
         if self._world.is_first:
             self.prediction = self._predict()
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            self._plan.save(self._run_dir / "plan.toml", self.prediction.toml() if self.prediction else "")
+            self._save_plan()
         self.progress.say(headline(self._run, self._plan, self.peak_flops, self.prediction))
 
     def recovered(self, found: Recovery) -> None:
@@ -264,10 +265,21 @@ class Records:
         self._plan = plan
         if not self._world.is_first:
             return
-        path = self._run_dir / "plan.toml"
+        path, kept = self._run_dir / "plan.toml", self._run_dir / f"plan-{step:08d}.toml"
         if path.exists():
-            path.replace(self._run_dir / f"plan-{step:08d}.toml")
-        plan.save(path, self.prediction.toml() if self.prediction else "")
+            path.replace(kept)
+        if not self._save_plan() and kept.exists():
+            kept.replace(path)
+
+    def _save_plan(self) -> bool:
+        """Write the plan in force. Return False, with a warning, if the disk is full: a record does not end a run."""
+        path = self._run_dir / "plan.toml"
+        try:
+            self._plan.save(path, self.prediction.toml() if self.prediction else "")
+        except OSError as problem:
+            warnings.warn(f"{path} is that of the plan before ({problem}). Free some space.", ArgosyWarning, 2)
+            return False
+        return True
 
     def transient(self, first_try: BadStep, outcome: StepOutcome) -> None:
         """Record a step that looked bad, and was good when it was done again with the same samples."""

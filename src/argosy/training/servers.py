@@ -22,6 +22,7 @@ import torch
 
 from argosy.checkpoint.store import committed
 from argosy.faults import fault
+from argosy.files import sized_file
 from argosy.observe.counters import Communication
 from argosy.parallel.pieces import PlacedPiece, clip
 from argosy.processes.secret import secret_of
@@ -334,8 +335,7 @@ class Servers(Agreement):
         if self._world.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             for path in paths:
-                with path.open("ab") as file:
-                    file.truncate(4 * sum(sizes))
+                sized_file(path, 4 * sum(sizes))
         self._world.barrier()
         mapped = [np.memmap(path, np.float32, "r+", shape=(sum(sizes),)) for path in paths]
         ends = list(itertools.accumulate(sizes))

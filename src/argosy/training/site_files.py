@@ -18,7 +18,7 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
 from argosy.faults import fault
-from argosy.files import make_folder
+from argosy.files import make_folder, sized_file
 from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
 from argosy.sync.layout import LeftChange, LeftState, write_record
@@ -66,8 +66,7 @@ class SiteFiles:
         partial = sites.change(number).with_suffix(".partial")
         if self._world.is_first:
             make_folder(sites.folder)
-            with partial.open("wb") as file:
-                file.truncate(4 * flat.elements)
+            sized_file(partial, 4 * flat.elements)
         self._world.barrier()
         vector = np.memmap(partial, np.float32, "r+", shape=(flat.elements,))
         mine = self.boxes()
@@ -106,8 +105,7 @@ class SiteFiles:
             self._outer.begin(self._state.model.masters)
         partial = sites.state(number).with_suffix(".partial")
         if self._world.is_first:
-            with partial.open("wb") as file:
-                file.truncate(4 * elements * len(keys))
+            sized_file(partial, 4 * elements * len(keys))
         self._world.barrier()
         mine = self.boxes()
         for flat, vectors in self.vectors(partial, "r+", number):

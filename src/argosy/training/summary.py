@@ -18,7 +18,7 @@ from argosy.checkpoint.load import problem_of
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
-from argosy.errors import counted
+from argosy.errors import StorageError, counted
 from argosy.models.generate import sample_tokens
 from argosy.observe.energy import RunSoFar, energy_of_run
 from argosy.observe.events import Metrics, each_line, plan_since
@@ -125,7 +125,7 @@ def write_report(
         return  # stopped before the first step: there is nothing to report
     if is_worker:  # its lines count the steps and tokens of all workers
         found["steps"], found["tokens"] = measured.count, measured.count * run.tokens_per_step
-    wall_s = time.time() - _first_start(run_dir)
+    wall_s = max(time.time() - _first_start(run_dir), found["seconds"]["step"])  # the clock may have been set back
     report = Report(
         name=run.name,
         run_dir=run_dir,
@@ -149,7 +149,13 @@ def write_report(
         **found,
         **facts,
     )
-    report.save(run_dir)
+    try:
+        report.save(run_dir)
+    except OSError as problem:
+        raise StorageError(
+            f"{run_dir}: the report could not be written ({problem}). The state is saved: free some space, and run the "
+            "same command again."
+        ) from None
     progress.close()
     if report.status == "stopped" or run.launch.nodes > 1:  # else who started this process says more (launch.ending)
         progress.say(report.in_words())
