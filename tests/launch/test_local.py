@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -65,6 +66,15 @@ def test_a_dry_run_refuses_the_data_that_training_would(tmp_path):
     for sources, words in ({str(tmp_path / "no"): 1.0}, "no prepared data here"), ({}, "there is no data to train on"):
         with pytest.raises(UserError, match=words):
             would_train(run_config(tmp_path, data={"sources": sources}), tmp_path / "run", str)
+
+
+def test_a_certificate_that_cannot_be_is_refused_before_data_are_read(tmp_path, monkeypatch):
+    given = {"tls": True, "tls_certificate": "no.pem", "tls_key": "no.pem"}
+    with pytest.raises(UserError, match=r"launch\.tls_certificate = no\.pem"):
+        would_train(run_config(tmp_path, launch=given), tmp_path / "run", str)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.ec", None)
+    with pytest.raises(UserError, match=r"argosy\[tls\]"):
+        would_train(run_config(tmp_path, launch={"tls": True}), tmp_path / "run", str)
 
 
 @pytest.mark.slow

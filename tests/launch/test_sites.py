@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_a_function_of_steps_is_not_passed_over_for_several_sites(tmp_path: Path
 @pytest.mark.parametrize("plan", ["auto,sync=local", "auto,sync=async"])
 def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path, plan: str) -> None:
     with pytest.raises(UserError, match=r"there is no data to train on"):
+        train(load(run_file(tmp_path, plan=plan)), tmp_path / "runs/two", quiet=True)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("plan", ["auto,sync=local", "auto,sync=async"])
+def test_a_missing_package_is_named_before_data_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.ed25519", None)
+    with pytest.raises(UserError, match=r"sync\.tls = true needs .*argosy\[tls\]"):
         train(load(run_file(tmp_path, plan=plan)), tmp_path / "runs/two", quiet=True)
     assert not (tmp_path / "runs").exists()
 

@@ -28,6 +28,7 @@ from argosy.plan.plan import PLAN_VARIABLE, Plan
 from argosy.plan.search.auto import Devices, may_compile, processes_of
 from argosy.plan.search.space import check_size
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
+from argosy.processes.secret import check_tls
 from argosy.sinks.follower import tell_the_rest
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import Agent, node_name, process_name
@@ -89,7 +90,7 @@ def _train(
     """Train a run, or the part of one that `run.site` names; the arguments are those of `train`."""
     if run.sites:
         run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)
-    _check_here(run, origin)
+    _check_here(run, run_dir, origin)
     with (
         shown(FolderView, quiet) as where,
         lasting_output(run_dir / "logs" / f"{process_name(run.launch)}.log"),
@@ -156,7 +157,7 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
     if run.sites:
         part = run.site or f"all {len(run.sites)} sites"
         return [f"train {part} of {run.name} on this machine, in {run_dir}"]
-    _check_here(run, origin)
+    _check_here(run, run_dir, origin)
     run_folder.check_is_run_folder(run_dir)
     check_data(run)
     run = with_known_sizes(run)
@@ -195,12 +196,13 @@ def report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
     return report if report.status == "finished" and report.steps == run.train.steps else None
 
 
-def _check_here(run: RunConfig, origin: Callable[[str], str]) -> None:
+def _check_here(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> None:
     """Refuse, before anything takes time, a written plan that does not fit the nodes and processes that are said, and a
-    place or sinks that cannot be. Raises: UserError.
+    place, certificate or sinks that cannot be. Raises: UserError.
     """
     if size := processes_of(run.plan):
         nodes = run.launch.nodes
         check_size(run.plan, size, run.launch, nodes * (run.launch.processes or -(-size // nodes)), origin)
     check_place(run.launch)
+    check_tls(run_dir, run.launch)
     check_sinks(run.observe, run.extend)

@@ -170,13 +170,13 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     check(run)
     progress = Progress(enabled=not quiet)
     with run_folder.making_home(run_dir):
+        keys_of(run, run_dir)
         run, _ = resolve(run, progress)  # once, not by each part at the same time
         check(run)
         progress.close()
         if not run.sync.servers:
             servers = tuple(f"127.0.0.1:{free_port()}" for _ in range(run.sync.shards))
             run = run.with_keys(sync={"servers": servers})
-        keys_of(run, run_dir)
         asked = run_dir / "asked.toml"
         save_run(run, asked)
         if is_finished(run_dir, run):

@@ -153,12 +153,12 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
         folder = site_folder(run_dir, site.name)
         check_length(folder, run, max((one.step for one in store.committed(folder)), default=0))
     with making_home(run_dir):
+        keys_of(run, run_dir)
         run, _ = resolve(_with_addresses(run, run_dir), progress)  # once, not by each site at the same time
         progress.close()
         sites = tuple(s.model_copy(update={"address": s.address or f"127.0.0.1:{free_port()}"}) for s in run.sites)
         run = run.model_copy(update={"sites": sites})
         save_run(run, run_dir / RUN_FILE)
-        keys_of(run, run_dir)
         with started([site.name for site in run.sites], run_dir / RUN_FILE, run_dir, accept_changes) as children:
             codes = supervise(children, quiet, quorum=Sites.of(run, run_dir).quorum)
         check_codes(codes, "all sites have saved", run_dir)

@@ -169,6 +169,12 @@ def _hash(secret: bytes, purpose: str, nonces: bytes) -> bytes:
 TLS_FOLDER = "tls"
 """Folder in the run's folder that holds the certificate and the key made for it."""
 YEARS = 10
+CERTIFICATE_MAKER = (
+    "cryptography.hazmat.primitives.asymmetric.ec",
+    "tls",
+    "launch.tls without launch.tls_certificate",
+)
+"""Arguments of `imported` for the module that makes keys."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,14 @@ def client_context(run_dir: Path, launch: LaunchConfig) -> ssl.SSLContext | None
     return _certificate(run_dir, launch).context(is_server=False) if launch.tls else None
 
 
+def check_tls(run_dir: Path, launch: LaunchConfig) -> None:
+    """Check what encrypts the connections, and write nothing. Raises: UserError, as `server_context`."""
+    if launch.tls and (launch.tls_certificate or (run_dir / TLS_FOLDER).exists()):
+        _certificate(run_dir, launch).context(is_server=False)
+    elif launch.tls:
+        imported(*CERTIFICATE_MAKER)
+
+
 def _certificate(run_dir: Path, launch: LaunchConfig) -> Certificate:
     if launch.tls_certificate:
         return Certificate(Path(launch.tls_certificate), Path(launch.tls_key))
@@ -239,7 +253,7 @@ def certificate_of(run_dir: Path) -> Certificate:
 
 def _made() -> tuple[bytes, bytes]:
     """Return a self-signed certificate and its key, on the curve P-256, as PEM."""
-    ec = imported("cryptography.hazmat.primitives.asymmetric.ec", "tls", "launch.tls without launch.tls_certificate")
+    ec = imported(*CERTIFICATE_MAKER)
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.x509 import random_serial_number
 
