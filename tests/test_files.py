@@ -19,6 +19,7 @@ from argosy.files import (
     PartialFile,
     atomic_write,
     file_sha256,
+    json_of,
     made_folder,
     make_folder,
     read_at_most,
@@ -266,3 +267,10 @@ def test_after_an_error_nothing_of_a_folder_is_left(tmp_path: Path) -> None:
         (partial / "a").write_text("a")
         raise OSError("full")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, b"\xff", "9" * 5000])
+def test_what_is_no_json_is_one_kind_of_error(text):
+    with pytest.raises(ValueError):
+        json_of(text)
+    assert json_of(b"[1]") == [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import mmap
 import os
 import pwd
@@ -354,6 +355,14 @@ def read_at_most(path: Path, most_bytes: int) -> bytes:
     if len(data) > most_bytes:
         raise UserError(f"{path} has more than {most_bytes >> 20} MiB: it is not what its name says. Get it again.")
     return data
+
+
+def json_of(data: str | bytes) -> Any:
+    """Return the value of JSON that comes from outside. Raises: ValueError, also if it is nested too deep."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def text_at_end(path: Path, most_bytes: int) -> str:

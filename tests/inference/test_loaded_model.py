@@ -194,6 +194,7 @@ def test_a_hugging_face_folder_says_the_same_and_ends_where_it_says(model, train
     (tmp_path / "out" / "config.json").write_text(json.dumps(said))
     with load_model(tmp_path / "out") as theirs:
         assert next(theirs.complete([PROMPT], GREEDY)).tokens == until_then
-    (tmp_path / "out" / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"generation_config\.json: it is no JSON"):
-        load_model(tmp_path / "out")
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "out" / "generation_config.json").write_text(text)
+        with pytest.raises(UserError, match=r"generation_config\.json: it is no JSON"):
+            load_model(tmp_path / "out")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.errors import ArgosyError
-from argosy.files import open_regular
+from argosy.files import json_of, open_regular
 
 _STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,14})")
 
@@ -119,8 +119,8 @@ def checked(data: bytes, path: Path | str) -> dict[str, Any]:
     if len(data) > RECORD_BYTES:
         raise DamagedCheckpoint(f"{path}: has more than {RECORD_BYTES >> 20} MiB, which no record has")
     try:
-        record = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        record = json_of(data)
+    except ValueError as error:
         raise DamagedCheckpoint(f"{path}: cannot be read ({error})") from None
     rest = {key: value for key, value in record.items() if key != "sha256"} if isinstance(record, dict) else {}
     if not rest or signed(rest) != data:

@@ -26,7 +26,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.credentials import redact
 from argosy.errors import ArgosyError
 from argosy.faults import fault
-from argosy.files import atomic_write, make_folder
+from argosy.files import atomic_write, json_of, make_folder
 
 WRITE_BYTES, CHUNKS = 4 * 2**20, 16
 """A file is written in chunks of at most so many bytes, and in at least so many chunks."""
@@ -106,7 +106,7 @@ class PartNote:
     def read(cls, path: Path, ticket: str) -> PartNote | None:
         """Return the note at `path` if there is one, and it is of this attempt."""
         try:
-            record = json.loads(path.read_bytes())
+            record = json_of(path.read_bytes())
             files = tuple((int(size), str(sha256)) for size, sha256 in record["files"])
             note = cls(str(record["ticket"]), files, str(record["error"]))
         except (OSError, ValueError, TypeError, KeyError):

@@ -37,7 +37,7 @@ from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.rank_writer import RANKS_OF_A_HEAD, SaveOrder, commit_part, words
 from argosy.checkpoint.store import Checkpoint, step_folder
 from argosy.errors import STOP_SIGNALS, UserError
-from argosy.files import atomic_write
+from argosy.files import atomic_write, json_of
 from argosy.processes.child import Channel, ChannelClosed, channel_to_parent, messages
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _found_in(checkpoint: Checkpoint, path: Path) -> list[int] | None:
     Raises: DamagedCheckpoint if it tells of damage.
     """
     try:
-        note = json.loads(path.read_bytes())
+        note = json_of(path.read_bytes())
         is_this = note["manifest_sha256"] == checkpoint.manifest.sha256
         problem, ranks = note["problem"], [int(rank) for rank in note["ranks"]]
     except (OSError, ValueError, TypeError, KeyError):

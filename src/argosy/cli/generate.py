@@ -21,7 +21,7 @@ from argosy.cli.documents import write
 from argosy.cli.options import ModelPath, ModelPlan, Temperature, TopP, TrustCode, must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
-from argosy.files import read_at_most
+from argosy.files import json_of, read_at_most
 from argosy.inference.plans import plan_named
 from argosy.inference.sampling import Prompt, Sampling
 from argosy.observe.terminal import printable, told_if_long
@@ -117,8 +117,8 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
 
 def _prompt_of(line: str, where: str) -> dict[str, Any]:
     try:
-        said = json.loads(line)
-    except (ValueError, RecursionError) as problem:
+        said = json_of(line)
+    except ValueError as problem:
         raise UserError(f'{where}: no JSON ({problem}). Write a text in quotes, or {{"prompt": TEXT}}.') from None
     said = {"prompt": said} if isinstance(said, str) else said
     if not isinstance(said, dict) or len(said.keys() & {"prompt", "tokens"}) != 1:

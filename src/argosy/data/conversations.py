@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from argosy.errors import a_kind
+from argosy.files import json_of
 
 Message = dict[str, Any]
 Record = dict[str, Any]
@@ -212,8 +212,8 @@ def _whole(messages: list[Message], tools: list[Any] | None, prompt: int, name: 
 
 def _parsed(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return json_of(text)
+    except ValueError:
         raise BadRecord(NO_CONVERSATION, f"{name} is text, and no JSON") from None
 
 

@@ -28,6 +28,7 @@ from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import Tokenizer, tokenizer_of, usage_of
 from argosy.errors import UserError
 from argosy.extend.loading import approve
+from argosy.files import json_of
 from argosy.models.decoder import Decoder
 from argosy.models.hf import HF_CONFIG, import_folder
 from argosy.models.lazy_weights import LazyWeights
@@ -201,7 +202,7 @@ def _named_ends(model: SomeModel, usage: Mapping[str, bytes]) -> tuple[dict[str,
     """Return how texts are generated, as the files of `usage` have it, and which tokens end them."""
     name = GENERATION_CONFIG if GENERATION_CONFIG in usage else HF_CONFIG
     try:
-        said = json.loads(usage.get(name, b"{}"))
+        said = json_of(usage.get(name, b"{}"))
     except ValueError:
         raise UserError(f"{model.home}/{name}: it is no JSON. Restore the file, or remove it.") from None
     said = said if isinstance(said, dict) else {}

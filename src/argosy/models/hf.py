@@ -26,7 +26,7 @@ from argosy.data.chat_template import TOKENIZER_CONFIG
 from argosy.data.stores.model_folder import ADAPTER_CONFIG, Destination, ModelFolder, model_folder, new_folder
 from argosy.data.tokenizer import text_vocabulary
 from argosy.errors import ArgosyWarning, UserError, some_of
-from argosy.files import is_plain_name, read_at_most
+from argosy.files import is_plain_name, json_of, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import TENSOR_NAMES
@@ -158,7 +158,7 @@ def write_weights(folder: Destination, tensors: Mapping[str, TensorToWrite], ind
     total = sum(tensor.bytes for tensor in tensors.values())
     if set(files) == {HF_SINGLE}:
         return None
-    before = {} if index is None else json.loads(index)
+    before = {} if index is None else table_of(index, HF_INDEX)
     if index is not None and before.get("weight_map") == places and _total(before) == total:
         return index
     return _json({"metadata": {"total_size": total}, "weight_map": places})
@@ -172,7 +172,7 @@ def _total(index: Mapping[str, Any]) -> object:
 def _places(tensors: Mapping[str, TensorToWrite], index: bytes | None) -> dict[str, str]:
     """Return the file of each tensor: as in the index, if it names the same ones; else by size."""
     if index is not None:
-        given = _weight_map(json.loads(index), HF_INDEX)
+        given = _weight_map(table_of(index, HF_INDEX), HF_INDEX)
         if given.keys() == tensors.keys():
             return given
     numbers, file, room = dict[str, int](), 1, SHARD_BYTES
@@ -414,8 +414,8 @@ def _weight_map(index: Mapping[str, Any], where: str) -> dict[str, str]:
 def table_of(data: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object in a file of a model. Raises: UserError."""
     try:
-        value = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
+        value = json_of(data.decode())
+    except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}. Download or export it again.") from None
     if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object. Download or export it again.")

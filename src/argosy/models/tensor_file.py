@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from argosy.data.stores.model_folder import ByteSink
-from argosy.files import FILE_COPY_BYTES
+from argosy.files import FILE_COPY_BYTES, json_of
 
 FILE_DTYPES = {
     "F64": torch.float64,
@@ -88,8 +88,8 @@ def read_header(file: str, size: int, read_into: ReadInto) -> tuple[dict[str, St
     if length > MOST_TENSOR_HEADER_BYTES or 8 + length > size:
         raise SafetensorError(f"its header would have {length:,} bytes, and the file has {size:,}")
     try:
-        header = json.loads(_read(read_into, 8, length))
-    except (ValueError, RecursionError) as problem:
+        header = json_of(_read(read_into, 8, length))
+    except ValueError as problem:
         raise SafetensorError(f"its header is not JSON ({str(problem)[:100]})") from None
     if not isinstance(header, dict):
         raise SafetensorError("its header is not a JSON object")

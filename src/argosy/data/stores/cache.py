@@ -34,7 +34,7 @@ from argosy.config.data import CacheConfig
 from argosy.data.manifest import CHECKSUM_BLOCK_BYTES
 from argosy.data.order import U64
 from argosy.errors import UserError
-from argosy.files import PARTIAL, atomic_write
+from argosy.files import PARTIAL, atomic_write, json_of
 
 CACHE_FORMAT = {"argosy_cache": 1}
 CACHE_MARK = "argosy-cache.json"
@@ -191,8 +191,8 @@ class Cache:
             with atomic_write(mark) as file:
                 file.write(json.dumps(CACHE_FORMAT).encode())
         try:
-            is_ours = json.loads(mark.read_bytes()) == CACHE_FORMAT
-        except (ValueError, RecursionError):
+            is_ours = json_of(mark.read_bytes()) == CACHE_FORMAT
+        except ValueError:
             is_ours = False
         if not is_ours:
             raise UserError(

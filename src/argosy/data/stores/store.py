@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.manifest import SHARD_FILES, TEMPLATE, TOKENIZER, Manifest
 from argosy.errors import ArgosyError, RunFailed, UserError, missing_extra
-from argosy.files import expanded
+from argosy.files import expanded, json_of
 
 SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
 STORE_CONNECT_S, STORE_ANSWER_S = 5, 30
@@ -347,13 +347,11 @@ def patiently(
 def _journal(folder: Path, identity: list[str]) -> set[str]:
     """Return the files that an interrupted copy of the same data to the same place has copied."""
     path = folder / COPY_JOURNAL
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     copied = set()
     for line in lines:
-        try:
-            *of, name = json.loads(line)
-        except ValueError:  # a kill cut it off
-            continue
-        if of == identity:
-            copied.add(name)
+        with suppress(ValueError, TypeError):  # a kill cut it off
+            *of, name = json_of(line)
+            if of == identity:
+                copied.add(str(name))
     return copied
