@@ -268,6 +268,15 @@ def test_a_template_is_found_beside_the_tokenizer(tokenizer_json: Path, tmp_path
     assert ChatTemplate.load(tmp_path, "chatml").text == CHATML
     with pytest.raises(UserError, match="no such file"):
         ChatTemplate.load(tmp_path, "missing.jinja")
-    (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(UserError, match="not a chat template"):
-        ChatTemplate.load(tmp_path)
+    for text in ("{% if %}", "{% break %}", "{{ " + "(" * 5000):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        with pytest.raises(UserError, match="not a chat template"):
+            ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ '{}'.format() }}", "{{ 'a'.encode('x') }}", "{{ 10.0 ** 400 }}"]
+)
+def test_what_a_template_computes_wrong_refuses_the_conversation(text: str) -> None:
+    with pytest.raises(BadRecord, match="the chat template: "):
+        ChatTemplate(text, SPECIAL, "chat_template.jinja").render(TALK)

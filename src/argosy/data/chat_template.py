@@ -26,7 +26,7 @@ from argosy.data.conversations import BadRecord, Conversation, Message
 from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer, tokenizer_file
 from argosy.errors import UserError
-from argosy.files import expanded, read_at_most
+from argosy.files import expanded, json_of, read_at_most
 
 TOKENIZER_CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 """Files beside a tokenizer.json: its settings, which may have a chat template, and its special tokens."""
@@ -79,13 +79,11 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, special: dict[str, str], where: str):
-        import jinja2
-
         self.special = special
         self.text = text
         try:
             self._template = _environment().from_string(text)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Python's compiler has its own: of what is nested too deep, for one
             raise UserError(f"{where}: not a chat template ({error}). Restore it, or give another.") from None
         self.marks_answers = "generation" in text and BEGIN_ANSWER in self._try_marks()
 
@@ -146,13 +144,11 @@ class ChatTemplate:
             return self._rendered([_with_calls(message, _as_text) for message in messages], tools, opens_answer)
 
     def _rendered(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool) -> str:
-        import jinja2
-
         try:
             return self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=opens_answer, **self.special
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        except Exception as error:  # it computes as Python does: a division by zero, a range that is too large
             raise BadRecord(REFUSED_BY_TEMPLATE, f"the chat template: {error}") from None
 
     @classmethod
@@ -183,7 +179,7 @@ class ChatTemplate:
             return made(_read(path), str(path))
         text = settings.get("chat_template")
         if isinstance(text, list):  # several, by name
-            named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
+            named = {str(each.get("name")): each.get("template") for each in text if isinstance(each, dict)}
             text, of_tools = named.get("default"), named.get("tool_use")
             if isinstance(text, str) and isinstance(of_tools, str):  # transformers takes it where there are tools
                 of_tools, text = of_tools.removesuffix("\n"), text.removesuffix("\n")  # as jinja2 does
@@ -316,8 +312,8 @@ def _call(call: Any, made: Callable[[Any], Any]) -> Any:
 def _parsed(arguments: Any) -> Any:
     """Return arguments as an object: OpenAI's API has their JSON, which most templates would write as JSON again."""
     try:
-        found = json.loads(arguments)
-    except (TypeError, ValueError, RecursionError):
+        found = json_of(arguments)
+    except (TypeError, ValueError):
         return arguments
     return found if isinstance(found, dict) else arguments
 
@@ -376,8 +372,8 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
+        found = json_of(_read(path))
+    except ValueError as error:
         raise UserError(f"{path}: no JSON ({error}). Restore the file.") from None
     return found if isinstance(found, dict) else {}
 
