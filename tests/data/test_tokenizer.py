@@ -128,6 +128,29 @@ def test_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes | N
         Tokenizer.load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, r"not a .* \(Precompiled: "),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "it cannot encode a text "),
+        ({"model": {"type": "WordLevel", "vocab": {END_OF_DOCUMENT: 0}, "unk_token": "<unk>"}}, "it cannot encode"),
+    ],
+)
+def test_an_error_of_the_library_is_a_sentence(tokenizer_json: Path, change: dict[str, Any], message: str) -> None:
+    text = json.dumps(json.loads(tokenizer_json.read_text()) | change)
+    with pytest.raises(UserError, match=rf"tokenizer = mine: {message}"):
+        Tokenizer(text, "mine")
+
+
+def test_a_text_that_a_split_takes_too_long_for_is_named_so(tokenizer_json: Path) -> None:
+    record = json.loads(tokenizer_json.read_text())
+    record["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer = Tokenizer(json.dumps(record), "mine")
+    for encode in (tokenizer.encode, tokenizer.encode_template, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UserError, match=r"tokenizer = mine: it cannot encode a text .*retry-limit"):
+            encode("a" * 30 + "b")
+
+
 def test_vocabulary_must_hold_every_byte(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_size = 256: a byte-level BPE needs 257"):
         train(TEXTS, 256, tmp_path / "t.json")

@@ -10,7 +10,8 @@ import importlib.util
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, product
 from pathlib import Path
@@ -111,6 +112,23 @@ def how_to_prepare(tokenizer: Path | str) -> str:
     return f"argosy prepare TEXT --tokenizer {shlex.quote(str(tokenizer))} --out NEW-FOLDER"
 
 
+@contextmanager
+def _errors_of_library(where: str, what: str) -> Iterator[None]:
+    """Raise UserError for an error of the library in this block: a bare Exception, or a panic of its Rust, which is no
+    Exception (a regular expression that takes too long, a normalizer that is cut off)."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"tokenizer = {where}: {what} ({error}). {TOKENIZER_REMEDY}") from None
+        raise
+
+
+TOKENIZER_REMEDY = "Export the tokenizer with save_pretrained, or leave the key out to train one."
+
+
 class Tokenizer:
     """A loaded tokenizer.json that has a token to end documents.
 
@@ -119,13 +137,9 @@ class Tokenizer:
     """
 
     def __init__(self, json_text: str, where: str):
-        try:
+        self._where = where
+        with _errors_of_library(where, "not a Hugging Face tokenizer.json"):
             self._engine = HuggingFaceTokenizer.from_str(json_text)
-        except Exception as error:  # the library raises a bare Exception
-            raise UserError(
-                f"tokenizer = {where}: not a Hugging Face tokenizer.json ({error}). Export the tokenizer with "
-                "save_pretrained, or leave the key out to train one."
-            ) from None
         self._engine.no_truncation()
         self._engine.no_padding()
         self._engine.encode_special_tokens = True
@@ -176,7 +190,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with nothing added before or after."""
-        return self._engine.encode(text, add_special_tokens=False).ids
+        with self._encoding():
+            return self._engine.encode(text, add_special_tokens=False).ids
+
+    def _encoding(self) -> AbstractContextManager[None]:
+        return _errors_of_library(self._where, "it cannot encode a text")
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text that is to be continued, begun as documents are: with `begin_ids`, or else with the
@@ -185,13 +203,15 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, by the library's fastest method, which computes no offsets."""
-        return [e.ids for e in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._encoding():
+            return [e.ids for e in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_template(self, text: str) -> list[int]:
         """Return the ids of a text that a chat template made: special tokens in it are what they are."""
-        if self._of_templates is None:
-            self._of_templates = HuggingFaceTokenizer.from_str(self._engine.to_str())
-        return self._of_templates.encode(text, add_special_tokens=False).ids
+        with self._encoding():
+            if self._of_templates is None:
+                self._of_templates = HuggingFaceTokenizer.from_str(self._engine.to_str())
+            return self._of_templates.encode(text, add_special_tokens=False).ids
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -205,7 +225,8 @@ class Tokenizer:
         return self._engine.decode([*dot, *ids])[len(self._engine.decode(dot)) :]
 
     def _find_begin(self) -> list[int]:
-        bare, begun = (self._engine.encode(".", add_special_tokens=added).ids for added in (False, True))
+        with self._encoding():
+            bare, begun = (self._engine.encode(".", add_special_tokens=added).ids for added in (False, True))
         at = next((at for at in range(len(begun)) if bare and begun[at : at + len(bare)] == bare), 0)
         return begun[:at]
 
