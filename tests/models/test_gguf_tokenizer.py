@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from argosy.config.model import ModelConfig
@@ -16,7 +17,7 @@ from argosy.data.tokenizer import train
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
 from argosy.models.gguf_file import export_gguf
-from argosy.models.gguf_tokenizer import GPT2
+from argosy.models.gguf_tokenizer import GPT2, add_tokenizer
 from argosy.models.hf_dense import QWEN2_SPLIT
 from argosy.models.initialize import materialize
 from argosy.models.lazy_weights import HeldWeights
@@ -131,3 +132,14 @@ def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(engine: Tokenizer, 
     with pytest.raises(UserError, match=message):
         read_by_llama_cpp(engine, tmp_path / "run")
     assert not (tmp_path / "run" / "gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{"), ("tokenizer.json", "[]"), ("tokenizer_config.json", "{"), ("config.json", "{")],
+)
+def test_files_beside_a_tokenizer_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str) -> None:
+    byte_level(GPT2).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=r"its tokenizer cannot be read \(.*Restore tokenizer\.json"):
+        add_tokenizer(GGUFWriter(None, "llama"), tmp_path, 400, 0)

@@ -6,7 +6,6 @@ without a name nothing is written: it would read text as other tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, SPLIT
 from argosy.errors import UserError
-from argosy.files import read_at_most
+from argosy.files import json_of, read_at_most
 from argosy.models.hf_dense import QWEN2_SPLIT
 
 GPT2 = "byte_level"
@@ -41,13 +40,26 @@ def add_tokenizer(writer: Any, folder: Path | None, vocab_size: int, eod_id: int
     eod_id: the token that ends a document, which is the last of a text unless the folder names another.
     Raises: UserError if llama.cpp has no tokenizer that gives the same ids.
     """
-    import gguf
-
     if folder is None:
         writer.add_tokenizer_model("none")
         return
+    try:
+        _add_tokenizer(writer, folder, vocab_size, eod_id)
+    except UserError:
+        raise
+    except Exception as error:  # of what is none of the format, here and in the package, which reads the files too
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{folder}: its tokenizer cannot be read ({problem}). Restore {TOKENIZER}, tokenizer_config.json and "
+            f"config.json. {EXPORT_REMEDY}"
+        ) from None
+
+
+def _add_tokenizer(writer: Any, folder: Path, vocab_size: int, eod_id: int | None) -> None:
+    import gguf
+
     file = folder / TOKENIZER
-    record = json.loads(read_at_most(file, MOST_TOKENIZER_BYTES))
+    record = json_of(read_at_most(file, MOST_TOKENIZER_BYTES))
     model = record["model"]
     if model.get("type") != "BPE":
         raise UserError(f"{file}: llama.cpp reads no {model.get('type')} tokenizer here, only BPE. {EXPORT_REMEDY}")
