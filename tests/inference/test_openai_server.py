@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from argosy.cli.documents import schema_of
 from argosy.inference import openai_server
 from argosy.inference.loaded_model import ChatModel, LoadedModel
 from argosy.inference.openai_server import SERVE_PORT, server_of
+from argosy.watch import http
 from argosy.watch.http import listening
 from talker import make_talker, messages
 from waiting import wait_until
@@ -204,6 +206,17 @@ def test_who_hangs_up_lets_others_in(address: str, client: OpenAI) -> None:
         assert next(answer.iter_lines()).startswith("data: ")
     found = client.chat.completions.create(model="talker", messages=HI, temperature=0)
     assert found.choices[0].message.content == "hello there"
+
+
+def test_half_a_request_is_cut_off(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(http, "REQUEST_LIMIT_S", 0.1)
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    with served(model) as address, socket.create_connection(("127.0.0.1", httpx.URL(address).port), 20) as line:
+        line.sendall(half)
+        assert line.recv(1) == b""
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_with_a_key_nobody_gets_in_without_it(model: LoadedModel) -> None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -39,6 +39,8 @@ from argosy.watch.http import uvicorn_config
 SERVE_PORT = 8000
 """The port that vLLM has too; the next free one if it is taken."""
 MOST_BODY_BYTES = 16 * 2**20
+HUNG_UP = 499
+"""Status of an answer that nobody reads any more."""
 MOST_WAITING_REQUESTS = 32
 """Requests that wait for their turn; one more is told to come again."""
 USUAL_TOKENS = 16
@@ -119,10 +121,13 @@ class OpenAIApi:
     async def _asked(self, request: Request, kind: type[Asked]) -> Asked:
         """Return the request's body, checked. Raises: ApiError."""
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BODY_BYTES:
-                raise ApiError(413, f"the request has more than {MOST_BODY_BYTES >> 20} MiB. Send less text.")
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MOST_BODY_BYTES:
+                    raise ApiError(413, f"the request has more than {MOST_BODY_BYTES >> 20} MiB. Send less text.")
+        except ClientDisconnect:
+            raise ApiError(HUNG_UP, "the request was cut off.") from None
         try:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as problem:
@@ -151,7 +156,7 @@ class OpenAIApi:
             async for piece in pieces:
                 _grow(choices, piece)
                 if await request.is_disconnected():
-                    return Response(status_code=499)  # nobody reads it
+                    return Response(status_code=HUNG_UP)
         return JSONResponse(answer.whole(choices))
 
     def _described(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class PatientProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Stop waiting once a request is whole, and begin again with a part of the next one."""
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete:
             self._stop_waiting()
         elif self.deadline is None:
             self._wait()
