@@ -210,7 +210,9 @@ def test_modules_may_have_ranks_and_factors_of_their_own(there: Path, root: floa
         torch.testing.assert_close(ours, scale * outer @ inner)
 
 
-@pytest.mark.parametrize("pattern", [{"q_proj": 0}, {"q_proj": "8"}, {"(q_proj": 8}, [8]], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [{"q_proj": 0}, {"q_proj": "8"}, {"(q_proj": 8}, {"(.+)+x": 8}, {".*.*.*.*x": 8}, [8]], ids=str
+)
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_says_no_number_is_refused(there: Path, key: str, pattern: object) -> None:
     said = json.loads((there / ADAPTER_CONFIG).read_text())

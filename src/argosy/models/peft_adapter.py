@@ -44,6 +44,10 @@ UNKNOWN_IF_SET = (
 INITS_OF_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of PEFT's init_lora_weights with which the weights beside the adapter begin as others too."""
 
+MOST_PATTERN_REPEATS = 3
+"""Repeats in a pattern of a module's name: with n of them, matching takes up to the name's length to the power n."""
+_REPEAT, _REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+
 # r rank, M inputs, N outputs
 
 
@@ -286,7 +290,8 @@ def _settings(said: Mapping[str, Any], file: str) -> LoraConfig:
             _is_pattern(end) and isinstance(value, kinds) and 0 < value < math.inf for end, value in pattern.items()
         ):
             raise UserError(
-                f"{file}: {key} = {pattern!r}: it must give positive numbers to names or regular expressions. Restore "
+                f"{file}: {key} = {repr(pattern)[:100]}: it must give positive numbers to names or regular "
+                f"expressions, without repeated groups and with at most {MOST_PATTERN_REPEATS} repeats. Restore "
                 "the file."
             )
     rank: Any = said.get("r")
@@ -304,11 +309,12 @@ def _settings(said: Mapping[str, Any], file: str) -> LoraConfig:
 
 
 def _is_pattern(text: str) -> bool:
+    """Return True for a regular expression that takes little time on a module's name, whatever it is."""
     try:
         re.compile(text)
-    except re.error:
+    except (re.error, RecursionError, OverflowError):
         return False
-    return True
+    return not _REPEATED_GROUP.search(text) and len(_REPEAT.findall(text)) <= MOST_PATTERN_REPEATS
 
 
 def _take(
