@@ -83,7 +83,16 @@ def test_a_handover_of_another_generation_is_ignored(tmp_path):
     assert Handover.load(tmp_path, 4) == Handover(4)
 
 
-@pytest.mark.parametrize("text", [None, b"", b"{}", b"[]", b'{"generation": 3}', b"\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(None, b"", b"{}", b"[]", b'{"generation": 3}', b"\xff", b"[" * 100_000),
+        b'{"generation": 3, "members": {"a": "1"}}',
+        b'{"generation": 3, "members": {"a": 1}, "size": -1}',
+        b'{"generation": 3, "members": {"a": 1}, "suspicions": {"a": null}}',
+        b'{"generation": 3, "members": {"a": 1}, "avoided": [["a"]]}',
+    ],
+)
 def test_a_missing_or_damaged_handover_keeps_only_the_generation(tmp_path, text):
     if text is not None:
         (tmp_path / HANDOVER_FILE).write_bytes(text)

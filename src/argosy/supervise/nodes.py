@@ -18,9 +18,11 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import NonNegativeInt, TypeAdapter
+
 from argosy.checkpoint.fence import OLD_NAME
 from argosy.errors import FINAL_BIT, Poisoned, Retryable
-from argosy.files import atomic_write
+from argosy.files import atomic_write, json_of
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.processes.child import Channel, Message, end_in_words
 
@@ -179,8 +181,8 @@ class Handover:
     generation: int = 0
     """The newest that was formed; 0 if none was."""
     plan: str = ""
-    size: int = 0
-    members: dict[str, int] = field(default_factory=dict)
+    size: NonNegativeInt = 0
+    members: dict[str, NonNegativeInt] = field(default_factory=dict)
     """Node -> how many of its workers are members."""
     is_instead: bool = False
     """True if its plan replaces the run's own as long as there is room for it."""
@@ -188,7 +190,7 @@ class Handover:
     """Nodes to use only if there are not enough processes without them."""
     last: tuple[str, ...] = ()
     """Nodes to use after all others."""
-    suspicions: dict[str, int] = field(default_factory=dict)
+    suspicions: dict[str, NonNegativeInt] = field(default_factory=dict)
     """Node -> how often it was suspected."""
 
     def save(self, run_dir: Path) -> None:
@@ -200,13 +202,12 @@ class Handover:
     def load(cls, run_dir: Path, generation: int) -> Handover:
         """Read the handover of `generation`; one without members if there is none, or it cannot be read."""
         try:
-            record = json.loads((run_dir / HANDOVER_FILE).read_bytes())
+            record = json_of((run_dir / HANDOVER_FILE).read_bytes())
             for new, old in OLD_NAMES.items():
                 if old in record:
                     record[new] = record.pop(old)
-            avoided, last = tuple(record.pop("avoided")), tuple(record.pop("last"))
-            found = cls(**record, avoided=avoided, last=last)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            found = TypeAdapter(cls).validate_json(json.dumps(record), strict=True)
+        except (OSError, ValueError, TypeError, AttributeError):  # pydantic's is a ValueError
             return cls(generation)
         return found if found.generation == generation else cls(generation)
 
