@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from pydantic import ValidationError
 
+from argosy.errors import UserError
 from argosy.observe.report import Report, SyncSavings, totals, typical, typical_bytes, typical_round_wait_s
 from argosy.plan.calibration import ComparedFigure, Reconciled
 
@@ -148,12 +148,6 @@ def test_a_report_survives_being_saved(tmp_path, validation, first_s):
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-def test_half_a_report_is_none(tmp_path):
-    (tmp_path / "report.json").write_text('{"name": "tiny"')
-    with pytest.raises(ValidationError):
-        Report.load(tmp_path)
-
-
 def test_a_run_ends_with_how_wrong_its_prediction_was(tmp_path):
     facts = {"status": "finished", "plan": "microbatch=1", "peak_flops": 1e9, "wall_s": 20.0, "goodput": 0.5}
     report = Report(
@@ -178,3 +172,10 @@ def test_a_notebook_shows_a_report_as_a_table():
     assert page.count("<tr>") == page.count("</tr>") == 9
     scored = {"validation": {"loss": 0.5, "accuracy": 0.7}}
     assert "70.0% of pairs" in report(**totals(STEPS) | scored)._repr_html_()
+
+
+@pytest.mark.parametrize("text", ['{"name": "tiny"', "{}", '{"predicted": -Infinity}'])
+def test_a_report_that_cannot_be_read_is_named(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(UserError, match=r"report\.json: .*Remove it: "):
+        Report.load(tmp_path)

@@ -6,7 +6,6 @@ The README.md of an exported model says what its run knows of itself, with the f
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
 
 from argosy.checkpoint import store
 from argosy.checkpoint.adapter import adapter_shapes, check_folder, find_weights, open_base, open_weights
@@ -332,8 +330,8 @@ def _costs(report: Report | None) -> dict[str, Any]:
 def _report(found: TrainedModel) -> Report | None:
     """Return the run's report, if it is that of this checkpoint."""
     try:
-        report = Report.model_validate(json.loads(read_at_most(found.run_dir / "report.json", MOST_CARD_BYTES)))
-    except (OSError, ValueError, ValidationError):  # the run goes on, was stopped hard, or is of another version
+        report = Report.load(found.run_dir)
+    except (OSError, UserError):  # the run goes on, was stopped hard, or is of another version
         return None
     return report if report.steps == found.checkpoint.step else None
 

@@ -193,7 +193,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
 def _report(run_dir: Path, run: RunConfig) -> Report:
     reports = []
     for site in run.sites:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, UserError):
             reports.append(Report.load(site_folder(run_dir, site.name)))
     if not reports:
         raise RunFailed(f"{run_dir}: the servers came to the end, and no worker has left a report")

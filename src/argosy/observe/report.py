@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from argosy.files import atomic_write
+from argosy.errors import UserError, first_error
+from argosy.files import atomic_write, read_at_most
 from argosy.observe.energy import Energy
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.panel import duration, mfu_in_words
-from argosy.plan.calibration import Reconciled
+from argosy.plan.calibration import MOST_REPORT_BYTES, Reconciled
 from argosy.plan.cost.estimate import gib, table_in_html
 
 REPORT_COLUMNS = 80
@@ -172,7 +173,14 @@ class Report(BaseModel):
 
     @classmethod
     def load(cls, run_dir: Path) -> Report:
-        return cls.model_validate_json((run_dir / "report.json").read_bytes())
+        """Return the report in a run's folder. Raises: UserError if it is damaged or another version's; OSError."""
+        path = run_dir / "report.json"
+        try:
+            return cls.model_validate_json(read_at_most(path, MOST_REPORT_BYTES))
+        except ValidationError as problem:
+            raise UserError(
+                f"{path}: {first_error(problem)}. Remove it: the next `argosy train` writes it again."
+            ) from None
 
 
 def totals(

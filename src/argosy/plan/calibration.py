@@ -8,7 +8,6 @@ less; a category that no run tells about has no factor."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, first_error
-from argosy.files import expanded
+from argosy.files import expanded, json_of, read_at_most
 from argosy.plan.cost.breakdown import MEMORY_FACTORS, OF_TIME
 from argosy.plan.cost.estimate import seconds
 from argosy.plan.cost.prediction import Prediction, predict
@@ -34,6 +33,7 @@ from argosy.plan.hardware.measurements import four_digits
 from argosy.plan.plan import Plan
 from argosy.plan.workload import Numbers
 
+MOST_REPORT_BYTES = 16 * 2**20
 PASSES, COMMUNICATION, OPTIMIZER, REST = "forward_backward", "communication", "optimizer", "rest"
 
 
@@ -212,7 +212,7 @@ class FinishedRun:
         """Read a run's folder. Raises: UserError if it has no report with measured parts."""
         path = folder / "report.json"
         try:
-            report: Any = json.loads(path.read_bytes())
+            report: Any = json_of(read_at_most(path, MOST_REPORT_BYTES))
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"--learn {folder}: there is no report.json. Give the folders of finished runs.") from None
         except (OSError, ValueError) as error:
