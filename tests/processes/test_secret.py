@@ -29,6 +29,7 @@ from argosy.processes.secret import (
     call,
     certificate_of,
     client_context,
+    fingerprint_in,
     listen,
     secret_of,
     server_context,
@@ -70,6 +71,11 @@ def test_a_file_that_others_may_read_is_refused(tmp_path):
     (tmp_path / SECRET_FILE).chmod(0o644)
     with pytest.raises(UserError, match=r"mode 0644.*Try: chmod 600 .*\.secret"):
         secret_of(tmp_path)
+
+
+def test_a_pipe_in_its_place_holds_nobody(tmp_path):
+    os.mkfifo(tmp_path / SECRET_FILE, 0o600)
+    assert fingerprint_in(tmp_path) == ""
 
 
 def test_one_that_could_be_guessed_is_refused(tmp_path, monkeypatch):

@@ -32,12 +32,13 @@ from typing import Any
 
 from argosy.config.launch import LaunchConfig
 from argosy.errors import UserError, imported
-from argosy.files import kept_text
+from argosy.files import kept_text, open_regular
 
 SECRET_VARIABLE, SECRET_FILE_VARIABLE = "ARGOSY_SECRET", "ARGOSY_SECRET_FILE"
 """Environment variables: the secret itself, or the path of a file that holds it."""
 SECRET_FILE = ".secret"
 """The file in the run's folder that holds it where neither is set."""
+MOST_SECRET_BYTES = 2**16
 LEAST_CHARS = 32
 """A shorter one could be guessed from a recorded conversation."""
 HOW_TO_MAKE_ONE = "Try: openssl rand -hex 32"
@@ -96,7 +97,8 @@ def fingerprint_in(run_dir: Path) -> str:
 
 def _read(path: Path, named: str) -> bytes:
     try:
-        mode, value = path.stat().st_mode, path.read_text()
+        with open_regular(path) as file:
+            mode, value = os.fstat(file.fileno()).st_mode, file.read(MOST_SECRET_BYTES).decode()
     except (OSError, ValueError) as problem:
         raise UserError(f"{named}: the run's secret cannot be read ({problem}). {HOW_TO_MAKE_ONE} > {path}") from None
     if mode & OTHERS_BITS:
