@@ -47,15 +47,15 @@ class AgentConnection:
             pass
         return message
 
-    def keeps_talking_until(self, kind: str) -> dict[str, Any]:
-        """It hears a message of this kind."""
+    def keeps_talking_until(self, *kinds: str) -> dict[str, Any]:
+        """It hears a message of one of these kinds."""
         end = time.monotonic() + 10
         while time.monotonic() < end:
             self.say("heartbeat")
-            if found := [message for message in self._peer.take() if message["kind"] == kind]:
+            if found := [message for message in self._peer.take() if message["kind"] in kinds]:
                 return found[0]
             time.sleep(0.01)
-        raise AssertionError(f"it heard of no {kind}")
+        raise AssertionError(f"it heard of no {kinds}")
 
     def begins(self) -> AgentConnection:
         return self.hello().begins_worker()
@@ -125,9 +125,13 @@ def come(tmp_path: Path) -> Iterator[Callable[[str], AgentConnection]]:
     thread.start()
     yield new
     if thread.is_alive():
-        new("last").hello().keeps_talking_until("heard")
-        agents[-1].say("stopping")
-        agents[-1].keeps_talking_until("heard")
+        last = new("last").hello(in_generation(newest_generation(tmp_path), 0))
+        last.keeps_talking_until("heard")
+        for agent in agents[:-1]:
+            agent.close()
+        last.keeps_talking_until("heard")
+        last.say("stopping")
+        last.keeps_talking_until("heard", "finish")
     for agent in agents:
         agent.close()
     thread.join(10)
@@ -429,8 +433,14 @@ def test_a_coordinator_whose_agents_all_leave_when_the_run_stops_ends_at_once(le
     held, come, thread = leased
     a = come("a").begins()
     a.say("stopping")
-    a.say("heartbeat")
-    assert a.hears("heard")
+    assert a.hears("finish")["exit_code"] == 0
     a.close()
     thread.join(5)
     assert not thread.is_alive() and held.is_held
+
+
+def test_a_spare_node_that_is_asked_to_stop_is_let_go(come, tmp_path):
+    begun(come)
+    spare = come("c").begins()
+    spare.say("stopping")
+    assert spare.hears("finish")["exit_code"] == 0 and not events(tmp_path, "finish")

@@ -518,13 +518,13 @@ def test_what_is_left_of_a_generation_that_broke_is_not_waited_for():
 
 def test_no_worker_is_started_for_a_run_that_was_asked_to_stop():
     run = Run({"a": 2}).go()
-    run.of.stop()
+    run.of.stop("a")
     run.of.done("a", 0)
     run.of.done("a", 1)
     assert run.go().take(FinishRun) == [FinishRun(0, "done")]
     run = Run({"a": 2}).go()
     run.take(Start)
-    run.of.stop()
+    run.of.stop("a")
     run.of.lost("a", 1, KILLED)
     assert not run.go().take(Start)
 
@@ -557,7 +557,7 @@ def test_survivors_do_not_wait_for_a_neighbour_that_starts_again_where_a_spare_i
 def test_survivors_of_a_run_that_stops_form_one_last_world(stops_first):
     run = Run({"a": 2, "b": 2, "spare": 2}, size=4, replan=lambda room: (f"dp_replicate={room}", room)).go()
     run.take(Join)
-    for happens in (run.of.stop, lambda: run.of.left("b", "it is gone"))[:: 1 if stops_first else -1]:
+    for happens in (lambda: run.of.stop("a"), lambda: run.of.left("b", "it is gone"))[:: 1 if stops_first else -1]:
         happens()
     assert run.go().take(Join) == [Join(2, "dp_replicate=2", {("a", 0): 0, ("a", 1): 1})]
     run.of.done("a", 0)
@@ -574,22 +574,18 @@ def test_survivors_of_a_run_that_stops_form_one_last_world(stops_first):
 )
 def test_a_run_that_stops_says_if_nothing_could_be_saved(lost, why):
     run = Run({"a": 2}, replan=lambda room: None).go()
-    run.of.stop()
+    run.of.stop("a")
     for place in lost:
         run.of.lost(*place, KILLED)
     (finish,) = run.go().take(FinishRun)
     assert finish.exit_code == 75 and finish.why.endswith(f"signal SIGKILL, and {why}")
 
 
-@pytest.mark.parametrize("stops_first", [True, False])
-def test_survivors_save_if_the_coordinator_was_lost_with_a_node(stops_first):
+def test_survivors_save_if_the_coordinator_was_lost_with_a_node():
     """The next coordinator waits for that node, but not for as long as it takes until the survivors are killed."""
     run = Run({"a": 1, "b": 1}, wait_for_nodes_s=300, replan=lambda room: (f"dp_replicate={room}", room)).go()
-    after = come_again(run, *(() if stops_first else "b"), replan=lambda room: (f"dp_replicate={room}", room))
-    after.stop()
-    if stops_first:
-        after.arrived("b", "host-b", 1, {0: replace(run.of.nodes["b"].workers[0])})
-    assert after.orders(0.0) == []
+    after = come_again(run, "b", replan=lambda room: (f"dp_replicate={room}", room))
+    assert after.stop("b") and after.orders(0.0) == []
     assert after.orders(STOP_WAIT_S + 1) == [Break(1, "some of its members are lost")]
     after.ready("b", 0, 1, "some of its members are lost")
     (join,) = after.orders(STOP_WAIT_S + 1)
@@ -599,7 +595,7 @@ def test_survivors_save_if_the_coordinator_was_lost_with_a_node(stops_first):
 def test_a_world_that_stops_is_left_alone_if_all_of_it_comes_to_the_next_coordinator():
     run = Run({"a": 1, "b": 1}, wait_for_nodes_s=300).go()
     after = come_again(run, "a")
-    after.stop()
+    after.stop("a")
     assert after.orders(0.0) == []
     after.arrived("b", "host-b", 1, {0: replace(run.of.nodes["b"].workers[0])})
     assert after.orders(STOP_WAIT_S + 1) == [] and after.in_force
@@ -607,7 +603,7 @@ def test_a_world_that_stops_is_left_alone_if_all_of_it_comes_to_the_next_coordin
 
 def test_what_some_have_saved_need_not_be_saved_again():
     run = Run({"a": 2}).go()
-    run.of.stop()
+    run.of.stop("a")
     run.of.done("a", 0)
     run.of.lost("a", 1, KILLED)
     assert run.go().take(FinishRun) == [FinishRun(0, "done")]
@@ -615,9 +611,30 @@ def test_what_some_have_saved_need_not_be_saved_again():
 
 def test_a_spare_worker_that_ends_does_not_end_a_run_that_stops():
     run = Run({"a": 2, "spare": 1}, size=2).go()
-    run.of.stop()
+    run.of.stop("a")
     run.of.lost("spare", 0, KILLED)
     assert not run.go().take(FinishRun)
+
+
+def test_a_spare_node_that_is_asked_to_stop_goes_alone():
+    run = Run({"a": 1, "b": 1, "spare": 1}, size=2).go()
+    assert not run.of.stop("spare") and "spare" not in run.of.nodes
+    run.take(Join)
+    run.of.lost("b", 0, KILLED)
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("b", 0): 1}, "a lost worker is replaced as before"
+    assert run.of.stop("b")
+    run.of.lost("b", 0, KILLED)
+    assert not run.go().take(Start)
+
+
+def test_a_node_that_is_asked_to_stop_before_the_first_world_may_come_again():
+    run = Run({"a": 1}, size=2).go()
+    assert not run.of.stop("a")
+    for name in "ab":
+        run.of.arrived(name, f"host-{name}", 1, {})
+    (join,) = run.go().take(Join)
+    assert join.places == {("a", 0): 0, ("b", 0): 1}
 
 
 # ---- nodes that are checked --------------------------------------------------------------------------------------

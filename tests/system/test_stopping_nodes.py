@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -79,3 +80,37 @@ def test_survivors_save_what_they_have_if_the_coordinator_is_lost_too(nodes, is_
     finally:
         nodes.processes["a"] = lost
     assert store.committed(run.run_dir)[-1].step >= made
+
+
+@pytest.mark.slow
+def test_a_spare_node_that_is_stopped_leaves_the_run_whole(nodes):
+    """Who is lost later is replaced, as ever."""
+    nodes.start(*"abc")
+    run = nodes.run.wait_for_step(4)
+    run.wait_until(lambda: len(run.events("agent_came")) == 3)
+    places = {place.partition("/")[0]: rank for place, rank in run.events("generation")[0]["ranks"].items()}
+    (spare,) = nodes.processes.keys() - places.keys()
+    nodes.processes[spare].send_signal(signal.SIGTERM)
+    nodes.processes[spare].communicate(timeout=PATIENT_S)
+    assert nodes.processes.pop(spare).returncode == STOPPED
+    nodes.watch(min(places))
+    started = {(e["by"], e["slot"]): e["pid"] for e in run.events("worker_started")}
+    os.kill(started[f"launcher-{max(places)}", 0], signal.SIGKILL)
+    run.wait_until(lambda: nodes.sizes() == [2, 2])
+    run.wait_for_step(run.steps() + 2)
+    assert stop(nodes) == [STOPPED] * 2, run.text
+    assert store.committed(run.run_dir)[-1].step == run.steps()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_stopped_before_the_first_step_may_come_again(nodes):
+    nodes.run.options += ("--resilience.node_check_s", "3")
+    nodes.start(*"ab")
+    run = nodes.run
+    run.wait_until(lambda: len(run.events("agent_came")) == 2)
+    nodes.processes["b"].send_signal(signal.SIGTERM)
+    nodes.processes["b"].communicate(timeout=PATIENT_S)
+    assert nodes.processes.pop("b").returncode == STOPPED and not nodes.sizes()
+    nodes.start("b")
+    run.wait_for_step(2)
+    assert stop(nodes) == [STOPPED] * 2, run.text

@@ -118,7 +118,8 @@ class Coordinator:
         self._refused: set[tuple[str, str]] = set()
         self._alone_since, self._alone_s = time.monotonic(), NO_AGENT_S
         self._is_of_one_agent = not run.launch.coordinator and not run.launch.lease
-        self._is_stopping = False
+        self._is_stopping, self._leaving = False, set[str]()
+        """The run was asked to end; nodes that were, and go alone."""
 
     def run(self) -> None:
         """Serve until the run has ended and all agents have left, or no agent has come for `NO_AGENT_S`.
@@ -155,7 +156,10 @@ class Coordinator:
         return is_done or time.monotonic() - self._alone_since > self._alone_s
 
     def _on_left(self, name: str, why: str) -> None:
-        if self._finish is None and not self._is_stopping:  # else it leaves because the run ends
+        if name in self._leaving:
+            self._leaving.remove(name)
+            self._is_stopping |= not self._agents  # it was the last one: nobody is waited for
+        elif self._finish is None and not self._is_stopping:  # else it leaves because the run ends
             self._events.write("agent_left", node=name, why=why)
         self._rates.remove(name)
         self._membership.left(name, why)
@@ -237,8 +241,7 @@ class Coordinator:
             case say.WorkerLost(slot=slot, why=why, error=error, exit_code=exit_code, step=step):
                 membership.lost(name, slot, Cause(why, error, exit_code, step))
             case say.RunStopping():
-                membership.stop()
-                self._is_stopping = True
+                self._on_stopping(name)
             case say.NodeHeartbeat(report=report):
                 self._agents.answer(agent, self._heard)  # so that it knows that it is not cut off
                 self._watch.shown(membership.generation, membership.size, name, report)
@@ -248,6 +251,12 @@ class Coordinator:
                 self._on_store(name, generation, port)
             case say.NodeChecked(health=health):
                 self._on_node_checked(name, health)
+
+    def _on_stopping(self, name: str) -> None:
+        self._is_stopping = self._membership.stop(name)
+        if not self._is_stopping:
+            self._leaving.add(name)
+            self._agents.tell(name, say.EndRun(exit_code=0, why="the run goes on without it"))
 
     def _on_hello(self, agent: AgentConnection, hello: say.AgentHello) -> None:
         if hello.folder != self._folder:
@@ -264,6 +273,7 @@ class Coordinator:
                 "its own; without the key it is the host name.",
             )
             return
+        self._leaving.discard(hello.name)
         name, workers = hello.name, {w.slot: RankProcess(w.state, w.rank, w.generation, w.pid) for w in hello.workers}
         self._agents.admit(agent, name)
         if self._is_of_one_agent:

@@ -184,12 +184,17 @@ class Membership:
         if self.in_force and step >= 0:
             self._failures.made_step(step, safe_step)
 
-    def stop(self) -> None:
-        """A signal asked the run to end: its workers save and end, and no worker is started any more.
-
-        Where the world is broken, those that were in it form one last world, which saves what they have.
+    def stop(self, name: str) -> bool:
+        """A signal asked a node to end. Return True if the run ends: its workers save and end, and none is started any
+        more; where the world is broken, those that were in it form a last one, which saves what they have. A node that
+        has no part in the state goes alone.
         """
-        self._stopping = True
+        having = [n for n, node in self.nodes.items() if any(w.generation for w in node.workers.values())]
+        if self._roster.members_of(name) if self.in_force else self.generation and name in (having or self.nodes):
+            self._stopping = True
+        else:
+            self.left(name, "it was stopped")
+        return self._stopping
 
     def fail(self, why: str) -> None:
         """The run cannot go on now; the same command may go on later."""

@@ -106,7 +106,7 @@ class WorkerLost(WireRecord):
 
 
 class RunStopping(WireRecord):
-    """A signal asked the run to end."""
+    """A signal asked this node to end, and with it the run, if the node has a part in its state."""
 
     kind: Literal["stopping"] = "stopping"
 
