@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from argosy.config.model import ModelConfig
-from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
+from argosy.plan.pipeline import SCHEDULES, split_layers
 from argosy.plan.workload import train_flops_per_token
 
 SEQ_LEN = 256
@@ -75,18 +75,6 @@ def test_the_head_counts_as_the_layers_that_it_costs():
 def test_of_equally_fast_splits_the_most_even_is_taken():
     """Ten layers in four stages: some stage has three, and none need have one."""
     assert sorted(len(part) for part in split_layers(model(10, **SMALL_HEAD), SEQ_LEN, 4)) == [2, 2, 3, 3]
-
-
-@pytest.mark.parametrize("pp", [1, 2, 4])
-@pytest.mark.parametrize(("per_rank", "v_shaped"), [(1, False), (2, False), (3, False), (2, True)])
-def test_every_stage_is_on_one_rank(pp, per_rank, v_shaped):
-    stages = [stages_of_rank(rank, pp, per_rank, v_shaped) for rank in range(pp)]
-    assert sorted(itertools.chain(*stages)) == list(range(pp * per_rank))
-    assert all(mine == sorted(mine) for mine in stages)
-
-
-def test_in_a_v_the_first_rank_has_both_ends():
-    assert [stages_of_rank(rank, 3, 2, v_shaped=True) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
 @pytest.mark.parametrize(("name", "rule"), SCHEDULES.items())

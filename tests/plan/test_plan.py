@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from any_plans import plans, run
 from argosy.errors import UserError
+from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan, check_can_estimate, words_of
 from argosy.plan.search.auto import Devices, choose_plan
 from argosy.plan.sync import SYNC_WORDS
@@ -133,6 +135,19 @@ def test_microbatches_cover_the_global_batch(plan, global_batch, microbatches):
 )
 def test_stages_are_what_the_schedule_says(plan, stages):
     assert Plan.parse(plan).stages == stages
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
+@pytest.mark.parametrize(("pp", "per_rank"), [(1, 2), (2, 2), (4, 3)])
+def test_every_stage_is_on_one_rank(pp, per_rank, schedule):
+    plan = Plan(pp=pp, schedule=schedule, stages_per_rank=per_rank)
+    stages = [plan.stages_of(rank) for rank in range(pp)]
+    assert sorted(itertools.chain(*stages)) == list(range(plan.stages))
+    assert all(mine == sorted(mine) for mine in stages)
+
+
+def test_in_a_v_the_first_rank_has_both_ends():
+    assert [Plan(pp=3, schedule="zbv").stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
 def test_planning_starts_without_torch():

@@ -33,13 +33,7 @@ from argosy.data.stores.store import is_url, spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import UserError
 from argosy.files import read_at_most, whole_folder
-from argosy.inference.trained_model import (
-    TrainedModel,
-    open_checkpoint,
-    open_model,
-    run_of_folder,
-    with_end_of_turn,
-)
+from argosy.inference.trained_model import TrainedModel, open_checkpoint, open_model, run_of_folder, with_end_of_turn
 from argosy.models import hf, peft_adapter
 from argosy.models.gguf_file import export_gguf
 from argosy.models.lazy_weights import HeldWeights, LazyWeights

@@ -12,15 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.optimizer import ParameterSettings
-from argosy.precision import (
-    SIGNED,
-    UNSIGNED,
-    Quantized,
-    Rounding,
-    dequantize,
-    places,
-    quantize,
-)
+from argosy.precision import SIGNED, UNSIGNED, Quantized, Rounding, dequantize, places, quantize
 
 
 def _identity(tensor: Tensor) -> Tensor:

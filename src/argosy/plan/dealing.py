@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.model import ModelConfig
-from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
+from argosy.plan.pipeline import split_layers
 from argosy.plan.plan import Plan
 from argosy.plan.workload import train_flops_per_token
 
@@ -55,10 +55,10 @@ def layers_of_stages(plan: Plan, of_ranks: Sequence[int]) -> str | None:
 
     A rank with several stages has its layers in these as evenly as can be.
     """
-    each, v_shaped = plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
+    each = plan.stages // plan.pp
     found = [0] * plan.stages
     for rank, layers in enumerate(of_ranks):
-        for turn, stage in enumerate(stages_of_rank(rank, plan.pp, each, v_shaped)):
+        for turn, stage in enumerate(plan.stages_of(rank)):
             found[stage] = layers // each + (turn < layers % each)
     return ":".join(map(str, found)) if min(found) else None
 
@@ -93,8 +93,7 @@ class PipelineWork:
         """Return the work of the plan's pipeline ranks, of a model with sequences of so many tokens."""
         head = train_flops_per_token(model.model_copy(update={"layers": 0}), seq_len)
         layer = (train_flops_per_token(model, seq_len) - head) / model.layers
-        v_shaped = SCHEDULES[plan.schedule].v_shaped
-        stages = [stages_of_rank(rank, plan.pp, plan.stages // plan.pp, v_shaped) for rank in range(plan.pp)]
+        stages = [plan.stages_of(rank) for rank in range(plan.pp)]
         if not plan.layers:
             of_stages = [len(layers) for layers in split_layers(model, seq_len, plan.stages)]
             plan = plan.model_copy(update={"layers": ":".join(map(str, of_stages))})

@@ -131,10 +131,3 @@ def _flops_of_layers(config: ModelConfig, seq_len: int) -> list[int]:
         for layer in alike:
             found[layer] = flops
     return found
-
-
-def stages_of_rank(rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]:
-    """Return the stages that pipeline rank `rank` of `pp` holds, in the order of the model."""
-    if v_shaped:
-        return [rank, 2 * pp - 1 - rank]
-    return [rank + pp * turn for turn in range(per_rank)]

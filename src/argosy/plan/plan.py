@@ -15,7 +15,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.plan.pipeline import SCHEDULES, SPLITTING, Schedule, stages_of_rank
+from argosy.plan.pipeline import SCHEDULES, SPLITTING, Schedule
 from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, FAITHFUL, USUAL_OF_SITES, WITH_SERVERS, Sync
 
@@ -231,14 +231,19 @@ class Plan(Section, Quantities[int]):
         rows = self.rows_of(dp_rank, batch)
         return (rows.stop - rows.start) // self.microbatch
 
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """Return the stages that a pipeline rank holds, in the order of the model."""
+        if self.pp > 1 and SCHEDULES[self.schedule].v_shaped:
+            return [pp_rank, self.stages - 1 - pp_rank]
+        return list(range(pp_rank, self.stages, self.pp))
+
     @property
     def layers_of_ranks(self) -> tuple[int, ...]:
         """Layers of each pipeline rank, where `layers` says which stage has which; else none."""
-        of_stages, v_shaped = numbers_of(self.layers), SCHEDULES[self.schedule].v_shaped
+        of_stages = numbers_of(self.layers)
         if len(of_stages) != self.stages or self.pp == 1:
             return ()
-        ranks = [stages_of_rank(rank, self.pp, self.stages // self.pp, v_shaped) for rank in range(self.pp)]
-        return tuple(sum(of_stages[stage] for stage in stages) for stages in ranks)
+        return tuple(sum(of_stages[stage] for stage in self.stages_of(rank)) for rank in range(self.pp))
 
     def numbers(self, key: str) -> list[tuple[bool, tuple[int, ...]]]:
         """Return the numbers of a ratio, with True as the mask of `Layouts.numbers`; none if nothing is said."""

@@ -29,10 +29,7 @@ from argosy.plan.cost.inference import (
     formats_of,
 )
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.serving_constants import (
-    ServingConstants,
-    ServingEngine,
-)
+from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
 from argosy.plan.hardware.clusters import Cluster, Factor
 from argosy.plan.workload import Workload
 

@@ -28,7 +28,7 @@ from itertools import accumulate, pairwise
 from argosy.config.optimizer import OptimizerConfig, settings_of
 from argosy.config.schema import RunConfig
 from argosy.plan.parameters import Parameter, Stage, run_table
-from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
+from argosy.plan.pipeline import split_layers
 from argosy.plan.plan import FP8, MESH_AXES, Plan
 from argosy.plan.quantities import numbers_of
 
@@ -207,10 +207,9 @@ def stages_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
         layers = tuple(range(first, end) for first, end in pairwise(ends))
     else:
         layers = split_layers(run.model, run.data.seq_len, plan.stages)
-    per_rank, v_shaped = plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped
     return {
         stage: Stage(layers[stage], first=stage == 0, last=stage == plan.stages - 1)
-        for stage in stages_of_rank(place_of(rank, plan)["pp"], plan.pp, per_rank, v_shaped)
+        for stage in plan.stages_of(place_of(rank, plan)["pp"])
     }
 
 

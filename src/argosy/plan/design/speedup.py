@@ -20,14 +20,7 @@ from pydantic.dataclasses import dataclass as documented
 
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.inference import (
-    BYTES_OF_WEIGHT,
-    CACHES,
-    Formats,
-    ReplicaCut,
-    ServingModel,
-    ServingSoftware,
-)
+from argosy.plan.cost.inference import BYTES_OF_WEIGHT, CACHES, Formats, ReplicaCut, ServingModel, ServingSoftware
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.design.points import WIDER

@@ -7,13 +7,7 @@ from html import escape
 
 from argosy.plan.cost.estimate import count, gib, percent, seconds, within
 from argosy.plan.hardware.devices import GIB
-from argosy.plan.report.explain import (
-    MEANING,
-    MEMORY_MEANING,
-    burn_in_in_words,
-    shown_stops,
-    stops_in_words,
-)
+from argosy.plan.report.explain import MEANING, MEMORY_MEANING, burn_in_in_words, shown_stops, stops_in_words
 from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
 from argosy.plan.report.report import PlanReport, figures_of
 from argosy.plan.report.terminal import LEAST_SHOWN, facts, headline, search_line, shares_in_words, stop_cells, why_not
