@@ -50,6 +50,14 @@ def test_what_was_committed_is_there_and_whole(tmp_path):
         assert checkpoint.bytes == sum(path.stat().st_size for path in checkpoint.folder.glob("rank-*"))
 
 
+def test_the_saved_step_is_that_of_the_newest_committed_checkpoint(tmp_path):
+    assert store.saved_step(tmp_path) == 0
+    write(tmp_path, 3)
+    write(tmp_path, 7)
+    (tmp_path / "checkpoints" / "step-00000009").mkdir()
+    assert store.saved_step(tmp_path) == 7
+
+
 def test_of_the_folder_of_a_run_of_sites_theirs_are_named(tmp_path):
     write(tmp_path / "sites/oslo", 4)
     with pytest.raises(UserError, match=r"that of a site of this run \(.*/sites/oslo\)"):

@@ -147,6 +147,11 @@ def committed(run_dir: Path) -> list[Checkpoint]:
     return sorted((c for c in map(Checkpoint, folders) if c.is_there), key=lambda c: c.step)
 
 
+def saved_step(run_dir: Path) -> int:
+    """Return the step of a run's newest committed checkpoint; 0 if it has none."""
+    return max((checkpoint.step for checkpoint in committed(run_dir)), default=0)
+
+
 def how_to_go_on(run_dir: Path) -> str:
     """Return a sentence on how to go on with a run that ended before its last step."""
     checkpoints = committed(run_dir)

@@ -6,7 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from argosy.checkpoint.store import committed
+from argosy.checkpoint.store import saved_step
 from argosy.config.dump import save_run
 from argosy.config.load import RUN_FILE, load
 from argosy.config.observe import ObserveConfig
@@ -151,15 +151,10 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
             written = run.model_copy(update={"site": ""})
             run_folder.write(run_dir, written, SERVERS_PLAN, data.folders)
         progress.close()
-        if is_finished(run_dir, run):
+        if saved_step(run_dir) >= run.train.steps:
             progress.say(run_folder.finished_in_words(run_dir, run))
             return
         _hold(run_dir, number, run.site, stop)
-
-
-def is_finished(run_dir: Path, run: RunConfig) -> bool:
-    """Return True if a checkpoint of the run's last step is there."""
-    return any(checkpoint.step >= run.train.steps for checkpoint in committed(run_dir))
 
 
 def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: bool) -> Report:
@@ -179,13 +174,13 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
             run = run.with_keys(sync={"servers": servers})
         asked = run_dir / "asked.toml"
         save_run(run, asked)
-        if is_finished(run_dir, run):
+        if saved_step(run_dir) >= run.train.steps:
             progress.say(run_folder.finished_in_words(run_dir, run))
             return _report(run_dir, run)
         names = [server_name(number) for number in range(len(run.sync.servers))]
         with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
             codes = supervise(children, quiet, servers=names)
-        if not is_finished(run_dir, run):  # if the servers came to the end, it does not matter what became of workers
+        if saved_step(run_dir) < run.train.steps:  # else it does not matter what became of workers
             check_codes(codes, "the servers have saved", run_dir)
         return _report(run_dir, run)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from argosy.checkpoint import store
+from argosy.checkpoint.store import saved_step
 from argosy.config.dump import save_run
 from argosy.config.load import RUN_FILE, load
 from argosy.config.schema import RunConfig
@@ -151,7 +151,7 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     run = checked(with_rounds(run, (run_dir,), progress.say))
     for site in run.sites:
         folder = site_folder(run_dir, site.name)
-        check_length(folder, run, max((one.step for one in store.committed(folder)), default=0))
+        check_length(folder, run, saved_step(folder))
     with making_home(run_dir):
         keys_of(run, run_dir)
         run, _ = resolve(_with_addresses(run, run_dir), progress)  # once, not by each site at the same time

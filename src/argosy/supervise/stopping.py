@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from argosy.checkpoint.store import committed, how_to_go_on
+from argosy.checkpoint.store import how_to_go_on, saved_step
 from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable, counted, signals_to
 from argosy.observe.heartbeat import HeartbeatReading
 from argosy.training.stop import SAME_S
@@ -83,7 +83,7 @@ class Stopping:
         unit = PHASE_UNITS.get(next(iter(readings)).phase, "step")
         if self._is_served:
             return f"{name}: stopping after this {unit}; the parameter servers have the state"
-        steps = max(reading.step for reading in readings) - self._saved_steps()
+        steps = max(reading.step for reading in readings) - saved_step(self._run_dir)
         loses = f"gives up {counted(steps, 'step')}" if steps > 0 else "stops at once"
         return f"{name}: stopping after this {unit}, with the state saved; once more {loses}"
 
@@ -93,12 +93,9 @@ class Stopping:
         The first step in a world compiles, which may take longer than `grace_s`. readings: of all of the run's workers
         that are in a world.
         """
-        saved = self._saved_steps()
+        saved = saved_step(self._run_dir)
         is_new = [r.step == saved and not r.busy_s and r.phase in BEFORE_UPDATE for r in readings]
         self.is_at_once = bool(is_new) and all(is_new) and not self._is_served
-
-    def _saved_steps(self) -> int:
-        return max((checkpoint.step for checkpoint in committed(self._run_dir)), default=0)
 
     def error(self) -> ArgosyError | None:
         """Return the error that the command ends with; None if no signal came."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from argosy.checkpoint.store import committed
+from argosy.checkpoint.store import saved_step
 from argosy.config.launch import ClusterOptions, LaunchOptions
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import Engine, Job, NeverFits, ProgramJob, RunJob
@@ -340,8 +340,7 @@ def has_reached(run_dir: Path, until: int) -> bool:
     if not is_run(run_dir):
         return False
     if until:
-        checkpoints = committed(run_dir)
-        return bool(checkpoints) and checkpoints[-1].step >= until
+        return saved_step(run_dir) >= until
     return RunReader.read(run_dir).state == "finished"
 
 

@@ -91,8 +91,7 @@ class Checkpointer:
         """
         every = self._settings.every_steps
         due = done // every * every if every else 0
-        newest = self._world.share_first(lambda: max((c.step for c in store.committed(self._run_dir)), default=0), int)
-        return newest < due
+        return self._world.share_first(lambda: store.saved_step(self._run_dir), int) < due
 
     def save(self, state: TrainState, background: bool) -> None:
         """Save `state`; all processes call it together. Without `background`, wait until this one's part is written."""

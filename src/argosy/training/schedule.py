@@ -128,5 +128,5 @@ class Pace:
             return None if done < self.steps else 0.0
         slow = SLOW_STEP * statistics.median(self._steady)
         step_s = statistics.mean(s for s in self._steady if s <= slow)
-        samples = self._batches.before(self.steps) - self._batches.before(done)  # smaller batches take less time
-        return samples / self._batches.largest * step_s * (1 + self._evaluation_per_step)
+        left = self._batches.steps_like(self.steps - 1, done, self.steps)  # smaller batches take less time
+        return left * step_s * (1 + self._evaluation_per_step)

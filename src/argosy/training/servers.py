@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from argosy.checkpoint.store import committed
+from argosy.checkpoint.store import saved_step
 from argosy.faults import fault
 from argosy.files import sized_file
 from argosy.observe.counters import Communication
@@ -65,8 +65,9 @@ class Servers(Agreement):
     def begin(self) -> bool:
         """Begin to speak to the servers. The weights come with the first task."""
         if self._world.is_first:
-            group = group_folder(self._parts.run_dir)
-            self._client = Client(self._layout, secret_of(group), self._weights, lambda: self._is_finished(group))
+            group, steps = group_folder(self._parts.run_dir), self._parts.run.train.steps
+            # On this machine the folder may tell that the servers have saved the last step.
+            self._client = Client(self._layout, secret_of(group), self._weights, lambda: saved_step(group) >= steps)
         self._records.introduce()
         self._records.started(0)
         return True
@@ -219,10 +220,6 @@ class Servers(Agreement):
             self._client.close()
 
     # ---- tasks --------------------------------------------------------------------------------------------------
-
-    def _is_finished(self, group: Path) -> bool:
-        """Return True if this machine sees that the servers have saved the last step in their folder."""
-        return any(checkpoint.step >= self._parts.run.train.steps for checkpoint in committed(group))
 
     @property
     def _has_made_all(self) -> bool:

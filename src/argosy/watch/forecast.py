@@ -120,10 +120,10 @@ def _full_steps(facts: RunFacts, left: int) -> float:
     if facts.plan is not None and facts.plan.has_servers:
         own = facts.column("step")[-RECENT:]
         return float(left * len(own) / (own[-1] - own[0] + 1))
-    if facts.run is None or not facts.run.train.batch_ramp or facts.steps_in_all is None:
+    if facts.run is None or facts.steps_in_all is None:
         return left
-    batches, steps = facts.run.train.batches, facts.steps_in_all
-    return (batches.before(steps) - batches.before(steps - left)) / batches.largest
+    steps = facts.steps_in_all
+    return facts.run.train.batches.steps_like(steps - 1, steps - left, steps)
 
 
 def _shares(facts: RunFacts) -> Floats:
