@@ -5,6 +5,7 @@ import io
 import json
 import tracemalloc
 from codecs import BOM_UTF8
+from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -173,6 +174,22 @@ def test_a_table_adds_no_nulls_to_calls_of_tools(tmp_path: Path) -> None:
     assert found == [b'{"calls": [{"arguments": {"city": "Oslo"}}]}', b'{"calls": [{"arguments": {"a": 1}}]}']
 
 
+@pytest.mark.parametrize(
+    "at",
+    [
+        pa.array([10**15], pa.timestamp("s")),
+        pa.array([2**30], pa.date32()),
+        pa.array([0], pa.timestamp("s", "Nowhere")),
+    ],
+    ids=["time", "date", "zone"],
+)
+def test_a_table_with_a_time_that_python_does_not_have_is_refused(tmp_path: Path, at: pa.Array) -> None:
+    pq.write_table(pa.table({"prompt": ["a"], "at": at}), tmp_path / "a.parquet")
+    (file,) = find_files([str(tmp_path / "a.parquet")]).files
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read as Parquet \("):
+        list(read_file(file, RecordFields("text", document_of=json.dumps)))
+
+
 def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet: no column 'text'; the file has 'id', 'body'\. Set `field`"):
@@ -327,9 +344,13 @@ def test_what_unpacks_to_too_much_is_named_and_takes_little_memory(bomb_files: P
     assert peak < 16 * LIMIT and pa.total_allocated_bytes() - before < 16 * LIMIT
 
 
-def test_a_value_that_is_stored_once_for_many_rows_is_not_unpacked_for_all_of_them(bomb_files: Path) -> None:
+@pytest.mark.parametrize("document_of", [None, lambda record: "a"], ids=["text", "records"])
+def test_a_value_that_is_stored_once_for_many_rows_is_not_unpacked_for_all_of_them(
+    bomb_files: Path, document_of: Callable[[dict[str, Any]], str] | None
+) -> None:
     """A row is no longer than may be; a thousand of them at once would be."""
-    found = reader(bomb_files / "rows.parquet", max_document_bytes=LIMIT).read()
+    (file,) = find_files([str(bomb_files / "rows.parquet")]).files
+    found = read_file(file, RecordFields("text", document_of=document_of), LIMIT)
     most = 0
     for _ in zip(range(3000), found, strict=False):
         most = max(most, pa.total_allocated_bytes())

@@ -217,6 +217,13 @@ def _parsed(text: str, name: str) -> Any:
         raise BadRecord(NO_CONVERSATION, f"{name} is text, and no JSON") from None
 
 
+def without_nulls(value: Any) -> Any:
+    """Return a row's value without nulls: a column has each field that any of its rows has, arguments of calls too."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def names_in(record: Record) -> str:
     """Return the names of a record's fields, a bounded part of them."""
     names = ", ".join(repr(name[:40]) for name in list(record)[:10]) or "nothing"

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from argosy.config.data import PrepareConfig
-from argosy.data.conversations import BadRecord, Record, names_in
+from argosy.data.conversations import BadRecord, Record, names_in, without_nulls
 from argosy.data.sources import RECORDS, InputFile
 from argosy.errors import UserError, a_kind, imported
 
@@ -364,13 +364,14 @@ def _read_parquet(
     columns = [column for column in (fields.text, fields.url) if column]
     try:
         table = pq.ParquetFile(stream)
+        field = fields.text if fields.document_of is None else ""
+        groups = _groups_within(table.metadata, name, field, most_bytes, within)
         if fields.document_of is not None:
-            yield from _read_rows(table, name, fields.document_of, within)
+            yield from _read_rows(table, name, fields.document_of, groups)
             return
         for key, column in zip(("field", "filters.url_field"), columns, strict=False):
             _check_column(table.schema_arrow, name, key, column)
-        for group, row in _groups_within(table.metadata, within):
-            rows = _rows_at_once(table.metadata.row_group(group), name, row, fields.text, most_bytes)
+        for group, row, rows in groups:
             for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
                 texts = batch.column(columns[0]).cast(pa.binary()).to_pylist()
                 urls = batch.column(fields.url).cast(pa.string()).to_pylist() if fields.url else [""] * len(texts)
@@ -379,39 +380,38 @@ def _read_parquet(
                         raise _too_long(f"{name}, row {row}", most_bytes)
                     yield _checked(data or b"", f"{name}, row {row}", url or "")
                     row += 1  # noqa: PLW2901  (counts within the group)
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{name}: not a Parquet file ({error}). Restore it, or leave it out of `input`.") from None
+    except (pa.ArrowException, ValueError, OverflowError, LookupError) as error:  # dates that Python does not have
+        raise UserError(
+            f"{name}: cannot be read as Parquet ({error}). Restore it, or leave it out of `input`."
+        ) from None
 
 
-def _read_rows(table: Any, name: str, document_of: Callable[[Record], str], within: Span) -> Iterator[Text | BadInput]:
-    for group, row in _groups_within(table.metadata, within):
-        for batch in table.iter_batches(batch_size=UNPACKED_ROWS, row_groups=[group]):
+def _read_rows(
+    table: Any, name: str, document_of: Callable[[Record], str], groups: Iterator[tuple[int, int, int]]
+) -> Iterator[Text | BadInput]:
+    for group, row, rows in groups:
+        for batch in table.iter_batches(batch_size=rows, row_groups=[group]):
             for record in batch.to_pylist():
-                yield _document(_without_nulls(record), f"{name}, row {row}", document_of)
+                yield _document(without_nulls(record), f"{name}, row {row}", document_of)
                 row += 1  # noqa: PLW2901  (counts within the group)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a row's value without nulls: a column has each field that any of its rows has, arguments of calls too."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-def _groups_within(metadata: Any, within: Span) -> Iterator[tuple[int, int]]:
-    """Yield the row groups that begin at one of these bytes of the file, each with its first row."""
+def _groups_within(
+    metadata: Any, name: str, field: str, most_bytes: int, within: Span
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the row groups that begin at one of these bytes of the file, with their first row and `_rows_at_once`."""
     (start, end), row = within, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         column = group.column(0)
         at = column.dictionary_page_offset or column.data_page_offset
         if start <= at and (end is None or at < end):
-            yield number, row
+            yield number, row, _rows_at_once(group, name, row, field, most_bytes)
         row += group.num_rows
 
 
 def _rows_at_once(group: Any, name: str, row: int, field: str, most_bytes: int) -> int:
-    """Return how many rows of a row group, whose first is `row`, to unpack at once.
+    """Return how many rows of a row group, whose first is `row`, to unpack at once. field: "" for all columns.
 
     Each value of a column may be as long as all that is stored of it, since a dictionary stores what is repeated once.
     The sizes are those that the file's index gives. A page may be larger than that, up to the 2 GB of its own header:
@@ -419,9 +419,9 @@ def _rows_at_once(group: Any, name: str, row: int, field: str, most_bytes: int) 
 
     Raises: UserError if a page of the group unpacks to more than `most_bytes`, out of far fewer bytes.
     """
-    columns = [group.column(number) for number in range(group.num_columns)]
-    unpacked = max((c.total_uncompressed_size for c in columns if c.path_in_schema == field), default=0)
-    stored = max((c.total_compressed_size for c in columns if c.path_in_schema == field), default=0)
+    columns = (group.column(number) for number in range(group.num_columns))
+    sizes = [(c.total_uncompressed_size, c.total_compressed_size) for c in columns if field in ("", c.path_in_schema)]
+    unpacked, stored = max(sizes, default=(0, 0))
     if unpacked > most_bytes and unpacked > MOST_TIMES_SMALLER * stored:
         raise _too_long(f"{name}, row group from row {row}: {stored} bytes that unpack to {unpacked}", most_bytes)
     return int(min(UNPACKED_ROWS, max(1, most_bytes // max(unpacked, 1))))
