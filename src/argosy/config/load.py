@@ -130,6 +130,9 @@ def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Setting] =
         replaced = {key: entry.value for key, entry in below.items() if entries[key] is not entry}
         problems += [problem_of(e, schema, lambda key: _place(key, known), replaced) for e in errors[:MOST_PROBLEMS]]
         more += len(errors[MOST_PROBLEMS:])
+    except OverflowError:  # a default that follows from a number that is too large
+        if not problems:
+            raise
     if problems:
         problems.sort(key=lambda p: (p.is_rule, p.place.line))
         more += len(problems[MOST_PROBLEMS:])
@@ -159,6 +162,8 @@ def _unknown_key(key: Key, entry: Setting, schema: type[Section]) -> Problem:
 
 
 def _is_too_large(value: object) -> bool:
+    if isinstance(value, list | dict):
+        return any(map(_is_too_large, value.values() if isinstance(value, dict) else value))
     return isinstance(value, int) and abs(value) >= 2**63
 
 

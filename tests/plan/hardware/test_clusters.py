@@ -158,6 +158,7 @@ TIER = '[[network]]\nname = "leaf"\nbandwidth_bytes_per_s = 5e10\nlatency_s = 1e
             "groups have 8,000,000,000,000,000,000 devices, more than 1,048,576; give fewer nodes",
         ),
         (GROUP + '[groups.device]\nname = "x"', "mine.toml"),
+        (GROUP + f"devices_per_node = 1{'0' * 400}", "TOML's whole numbers have 64 bits, and this is larger"),
     ],
 )
 def test_a_wrong_file_is_told_with_its_line(refusal, text, message):
