@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -364,8 +365,18 @@ def test_storage_that_does_what_it_must_is_left_as_it_was(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StorageError, match=r"its disk is full \(No space left on device\)\. Free some space"):
+        check_storage(tmp_path, nodes=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> str:
+    def refuse(*_: object) -> str:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(run_folder.tempfile, "mkdtemp", refuse)

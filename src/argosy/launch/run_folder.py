@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -359,7 +358,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 def check_storage(run_dir: Path, nodes: int) -> None:
     """Try what a run of `nodes` machines needs of the storage of `run_dir`, which exists. It takes some milliseconds.
 
-    Raises: UserError that names what is missing.
+    Raises: UserError that names what is missing; StorageError if the disk is full.
     """
     kind, options = mount_of(run_dir)
     if kind.removeprefix("fuse.") in OBJECT_STORES:
@@ -372,14 +371,15 @@ def check_storage(run_dir: Path, nodes: int) -> None:
             f"without, on all machines. {DISK_REMEDY}"
         )
     try:
-        probe = Path(tempfile.mkdtemp(prefix=".storage-", dir=run_dir))
+        with tempfile.TemporaryDirectory(prefix=".storage-", dir=run_dir, ignore_cleanup_errors=True) as probe:
+            _check_locks(run_dir, Path(probe))
+            _check_renames(run_dir, Path(probe))
     except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"{run_dir}: its disk is full ({problem.strerror}). Free some space, or choose another disk."
+            ) from None
         raise UserError(f"{run_dir}: cannot be written ({problem.strerror}). {DISK_REMEDY}") from None
-    try:
-        _check_locks(run_dir, probe)
-        _check_renames(run_dir, probe)
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
 
 
 def mount_of(path: Path, mounts: Path = MOUNTS) -> tuple[str, Sequence[str]]:
