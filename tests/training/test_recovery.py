@@ -453,36 +453,42 @@ def test_the_state_is_laid_out_anew_for_those_that_are_left(
             assert torch.equal(tensor, wholes[part.name][part.within(everywhere)]), part.name
 
 
-def lose_everything(world: World, folder: Path, in_memory: bool) -> tuple[Any, ...]:
+def lose_everything(world: World, folder: Path, plan: str, nodes: str, in_memory: bool) -> tuple[Any, ...]:
     """A checkpoint after step 2, one in memory after step 4, and both ranks lost; with `in_memory` that stays."""
-    plan = "dp_shard=2"
 
     def checkpointer(world: World) -> Checkpointer:
         events = Events(folder, f"rank-{world.rank}")
         return Checkpointer(folder, CheckpointConfig(), eager(plan), "corpus", world, events, Progress(enabled=False))
 
     keeping = checkpointer(world)
-    before = Training(world, plan, folder=folder).until(2)
+    before = Training(world, plan, folder=folder, nodes=nodes).until(2)
     keeping.save(before.state, background=False)
     keeping.close()
     before.until(5, copy_at=(4,))
     world = next_world(world, folder / "store")
     if not in_memory:
-        shutil.rmtree(folder / NODES[world.rank])
+        shutil.rmtree(folder / nodes[world.rank])
     dist.barrier()
     keeping = checkpointer(world)
-    after = Training(world, plan, disk=keeping, folder=folder)
+    after = Training(world, plan, disk=keeping, folder=folder, nodes=nodes)
     keeping.close()
     return after.recovery, after.until(7, copy_at=(6,)).values()
 
 
-@pytest.mark.parametrize(("in_memory", "tier", "step"), [(True, "memory", 4), (False, "disk", 2)])
+@pytest.mark.parametrize(
+    ("plan", "nodes", "in_memory", "tier", "step"),
+    [
+        ("dp_shard=2", "xy", True, "memory", 4),
+        ("dp_shard=2", "xy", False, "disk", 2),
+        ("pp=2,precision=fp16", "xx", True, "memory", 4),  # the loss scale is in files of both
+    ],
+)
 def test_if_all_processes_are_lost_memory_has_the_state_and_if_that_is_lost_the_disk_has(
-    workers, tmp_path, undisturbed, in_memory, tier, step
+    workers, tmp_path, undisturbed, plan, nodes, in_memory, tier, step
 ):
-    answers = workers.run(2, lose_everything, tmp_path, in_memory)
+    answers = workers.run(2, lose_everything, tmp_path, plan, nodes, in_memory)
     assert [(r.tier, r.step) for r, _ in answers] == [(tier, step)] * 2
-    assert_same_bits([values for _, values in answers], undisturbed("dp_shard=2", 7))
+    assert_same_bits([values for _, values in answers], undisturbed(plan, 7))
 
 
 class Checkpoints:

@@ -385,13 +385,22 @@ def _take(
 def _take_scale(
     leader: int, held: Mapping[Box, Tensor], tensors: Mapping[Box, Tensor], group: dist.ProcessGroup | None
 ) -> None:
-    """Take over the leader's loss scale, as far as both have one; states of other precisions have none."""
-    peers, kind = peers_of(group), list[tuple[str, SentTensor]]
-    mine = [(box.name, held[box]) for box in held if is_scale(box)] if peers.rank == leader else []
-    scale = dict(over(group, peers.merge(mine, kind, lambda one, other: one or other)))
+    """Take over the leader's loss scale, as far as there is one; states of other precisions have none.
+
+    Of an in-memory checkpoint one rank has each part, as all had the same: the leader may lack it.
+    """
+    peers = peers_of(group)
+    place = -1 if peers.rank == leader else peers.rank
+    mine = {box.name: (place, held[box]) for box in held if is_scale(box)}
+    scale = over(group, peers.merge(mine, dict[str, tuple[int, SentTensor]], _first))
     for box, tensor in tensors.items():
         if is_scale(box) and box.name in scale:
-            tensor.copy_(scale[box.name])
+            tensor.copy_(scale[box.name][1])
+
+
+def _first(one: dict[str, tuple[int, Tensor]], other: dict[str, tuple[int, Tensor]]) -> dict[str, tuple[int, Tensor]]:
+    """Return each entry of the two with the lower number."""
+    return one | {name: entry for name, entry in other.items() if name not in one or entry[0] < one[name][0]}
 
 
 def _sum(one: Traffic, other: Traffic) -> Traffic:
