@@ -13,7 +13,7 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.config.train import LoraConfig
-from argosy.errors import UserError
+from argosy.errors import ArgosyWarning, UserError
 from argosy.models.adapters import merged
 from argosy.models.hf import folded_weight
 from argosy.models.peft_adapter import (
@@ -40,9 +40,9 @@ def adapter_for(model: ModelConfig, *ends: str) -> dict[str, Tensor]:
     numbers, found = torch.Generator().manual_seed(1), {}
     for name, parameter in parameter_table(model).items():
         if parameter.is_linear and name.endswith(ends):
-            rows, columns = parameter.shape[-2:]
-            found[f"{adapter_of(name)}.a"] = torch.randn(RANK, columns, generator=numbers)
-            found[f"{adapter_of(name)}.b"] = torch.randn(rows, RANK, generator=numbers)
+            *stack, rows, columns = parameter.shape
+            found[f"{adapter_of(name)}.a"] = torch.randn(*stack, RANK, columns, generator=numbers)
+            found[f"{adapter_of(name)}.b"] = torch.randn(*stack, rows, RANK, generator=numbers)
     return found
 
 
@@ -250,6 +250,20 @@ def test_every_linear_layer_of_blocks_has_a_module() -> None:
     names = [module.name for module in peft_modules(model_config(layers=1))]
     attention = [f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"]
     assert sorted(names) == sorted([*attention, *(f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down"))])
+
+
+def test_rslora_of_experts_is_plain_lora_of_the_same_scale_there(tmp_path: Path) -> None:
+    model = model_config(family="mixtral", moe={"experts": 4, "expert_ffn_width": 16})
+    said = exported(tmp_path / "out", model, adapter_for(model, "experts.down"), "rslora")
+    assert (said["use_rslora"], said["lora_alpha"] / said["r"]) == (False, pytest.approx(lora("rslora").scale))
+
+
+def test_adapters_that_peft_takes_for_those_of_experts_are_told(tmp_path: Path) -> None:
+    moe = {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "shared_gate": True}
+    model = model_config(family="qwen2_moe", moe=moe)
+    with pytest.warns(ArgosyWarning, match=r"PEFT leaves out the adapters of \S*shared_expert.down_proj and 1 more"):
+        exported(tmp_path / "out", model, adapter_for(model, "experts.down", "shared.down.weight"))
+    exported(tmp_path / "experts", model, adapter_for(model, "experts.down"))
 
 
 def test_experts_that_are_one_tensor_there_have_no_adapters() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.train import ALL_LINEAR, LoraConfig
 from argosy.data.stores.model_folder import ADAPTER_CONFIG, model_folder, new_folder
 from argosy.data.stores.store import is_url
-from argosy.errors import UserError
+from argosy.errors import ArgosyWarning, UserError, some_of
 from argosy.models.hf import table_of
 from argosy.models.hf_names import Conversion, conversions_of
 from argosy.plan.mup import folded_factor
@@ -107,7 +108,7 @@ def export_adapter(
     """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    left_out = []
+    left_out, last_of_experts = [], set[str]()
     for module in peft_modules(config):
         parts = _parts_of(module, lora, adapter, weights)
         if not parts:
@@ -115,20 +116,32 @@ def export_adapter(
             continue
         tensors |= {f"{PEFT_PREFIX}{module.name}.{part}": t.detach().float().contiguous() for part, t in parts.items()}
         ranks[module.name] = len(parts[INNER_SUFFIX])
+        if module.expert is not None:
+            last_of_experts.add(module.name.rpartition(".")[2])
+    unread = [name for name in ranks if ".experts." not in name and name.rpartition(".")[2] in last_of_experts]
+    if unread:  # 0.21 takes all modules with such a name for experts, which transformers 5 keeps in one tensor
+        warnings.warn(
+            f"{out}: beside transformers 5, PEFT leaves out the adapters of {some_of(unread, 1)}, which are named as "
+            "those of experts. Use merged weights there: export without --adapter.",
+            ArgosyWarning,
+            stacklevel=1,
+        )
     factors = {name: rank // lora.rank for name, rank in ranks.items() if rank != lora.rank}
-    root = 0.5 if lora.kind == "rslora" else 1.0
+    is_rslora = lora.kind == "rslora" and not last_of_experts  # PEFT scales fused experts as if they were plain LoRA's
+    alpha = lora.alpha if is_rslora or lora.kind != "rslora" else lora.scale * lora.rank
+    root = 0.5 if is_rslora else 1.0
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base[0],
         "revision": base[1] or None,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": lora.dropout,
         "target_modules": sorted(_short(list(ranks), left_out)),
         "rank_pattern": {name: factor * lora.rank for name, factor in factors.items()},
-        "alpha_pattern": {name: factor**root * lora.alpha for name, factor in factors.items()},
-        "use_rslora": lora.kind == "rslora",
+        "alpha_pattern": {name: factor**root * alpha for name, factor in factors.items()},
+        "use_rslora": is_rslora,
         "use_dora": lora.kind == "dora",
         "bias": "none",
         "fan_in_fan_out": False,
