@@ -12,9 +12,10 @@ from tokenizers import Tokenizer as Engine
 from argosy.data.chat_encoder import ChatEncoder
 from argosy.data.chat_template import CHATML, REFUSED_BY_TEMPLATE, UNSHOWN_ANSWERS, ChatTemplate
 from argosy.data.conversations import BadRecord, Conversation, conversations_of
-from argosy.data.manifest import TOKENIZER
+from argosy.data.manifest import TEMPLATE, TOKENIZER
 from argosy.data.packing import ID_MASK, START_BIT, TRAINED
-from argosy.data.tokenizer import END_OF_DOCUMENT
+from argosy.data.stores.model_folder import TOOLS_TEMPLATE
+from argosy.data.tokenizer import END_OF_DOCUMENT, usage_of
 from argosy.errors import UserError
 
 MARK, UNMARK = "{% generation %}", "{% endgeneration %}"
@@ -265,6 +266,11 @@ def test_a_template_is_found_beside_the_tokenizer(tokenizer_json: Path, tmp_path
     assert ChatTemplate.load(tmp_path).render(TALK).startswith("<s><|start_header_id|>system")
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     assert ChatTemplate.load(tmp_path / TOKENIZER).render(TALK) == "</s>"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / TOOLS_TEMPLATE).write_text("{{ tools | length }}\n")
+    found = ChatTemplate.load(tmp_path)
+    assert (found.render(TALK), found.render(TALK, [{}, {}])) == ("</s>", "2")
+    assert usage_of(tmp_path)[TEMPLATE].decode() == found.text  # which goes with the model from then on
     assert ChatTemplate.load(tmp_path, "chatml").text == CHATML
     with pytest.raises(UserError, match="no such file"):
         ChatTemplate.load(tmp_path, "missing.jinja")

@@ -24,6 +24,7 @@ from typing import Any
 
 from argosy.data.conversations import BadRecord, Conversation, Message
 from argosy.data.manifest import TEMPLATE, TOKENIZER
+from argosy.data.stores.model_folder import TOOLS_TEMPLATE, with_tools
 from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import expanded, json_of, read_at_most
@@ -176,20 +177,21 @@ class ChatTemplate:
                 f"{key} = {given}: there is no such file. Name a jinja file, or one of {', '.join(BUILT_IN)}."
             )
         if path.is_file():
-            return made(_read(path), str(path))
-        text = settings.get("chat_template")
-        if isinstance(text, list):  # several, by name
-            named = {str(each.get("name")): each.get("template") for each in text if isinstance(each, dict)}
-            text, of_tools = named.get("default"), named.get("tool_use")
-            if isinstance(text, str) and isinstance(of_tools, str):  # transformers takes it where there are tools
-                of_tools, text = of_tools.removesuffix("\n"), text.removesuffix("\n")  # as jinja2 does
-                text = f"{{% if tools %}}{of_tools}{{% else %}}{text}{{% endif %}}"
-        if not isinstance(text, str):
+            has_two = not given and (beside / TOOLS_TEMPLATE).is_file()
+            text = with_tools(_read(path), _read(beside / TOOLS_TEMPLATE)) if has_two else _read(path)
+            return made(text, str(path))
+        found = settings.get("chat_template")
+        if isinstance(found, list):  # several, by name
+            named = {str(each.get("name")): each.get("template") for each in found if isinstance(each, dict)}
+            found, of_tools = named.get("default"), named.get("tool_use")
+            if isinstance(found, str) and isinstance(of_tools, str):
+                found = with_tools(found, of_tools)
+        if not isinstance(found, str):
             raise UserError(
                 f"{folder}: it has no chat template ({TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}, beside "
                 f"{TOKENIZER}). Give {key}: a jinja file, or {' or '.join(BUILT_IN)}."
             )
-        return made(text, str(beside / TOKENIZER_CONFIG))
+        return made(found, str(beside / TOKENIZER_CONFIG))
 
 
 class _AnswerFinder:

@@ -23,8 +23,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from argosy.config.data import TokenizerEngine
-from argosy.data.manifest import TOKENIZER
-from argosy.data.stores.model_folder import is_model_folder, read_beside
+from argosy.data.manifest import TEMPLATE, TOKENIZER
+from argosy.data.stores.model_folder import TOOLS_TEMPLATE, is_model_folder, read_beside, with_tools
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyWarning, UserError, imported
 from argosy.files import atomic_write, read_at_most
@@ -51,7 +51,7 @@ CARD, BASE_CARD = "README.md", "README-base.md"
 """A model's card; and in a run's folder, the card that came with the weights that it started from."""
 USAGE = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("tokenizer.model", TEMPLATE, "chat_template.json", "generation_config.json"),
     *("config.json", "model.safetensors.index.json", BASE_CARD),
 )
 """Files of a Hugging Face folder that go with its model from run to run and come out again: the tokenizer's others,
@@ -84,12 +84,15 @@ def tokenizer_file(path: Path) -> Path:
 
 def usage_of(place: str | Path) -> dict[str, bytes]:
     """Return the files of `USAGE` that lie beside the tokenizer of `place`, a path or URL, as they are. A Hugging Face
-    folder's README.md becomes that of the base.
+    folder's README.md becomes that of the base, and `TOOLS_TEMPLATE` a part of the other.
 
     Raises: UserError, OSError.
     """
     folder = place if is_url(place) else tokenizer_file(Path(place)).parent
-    found = read_beside(folder, (*USAGE, CARD), MOST_TOKENIZER_BYTES)
+    found = read_beside(folder, (*USAGE, CARD, TOOLS_TEMPLATE), MOST_TOKENIZER_BYTES)
+    of_tools = found.pop(TOOLS_TEMPLATE, None)
+    if of_tools is not None and TEMPLATE in found:
+        found[TEMPLATE] = with_tools(*(text.decode(errors="replace") for text in (found[TEMPLATE], of_tools))).encode()
     card = found.pop(CARD, None)
     return found if card is None or not is_model_folder(folder) else {BASE_CARD: card} | found
 

@@ -16,7 +16,7 @@ from argosy.errors import RunFailed, UserError
 from hub import hub
 from object_store import BUCKET, KEYS, ObjectStore, needs_server
 
-FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 40}
+FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 40, "inside/another": b"here"}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelFolder]:
     monkeypatch.setattr(module, "FILE_COPY_BYTES", 1000)
     for name, data in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     if request.param == "hub":
         with hub("team/model", FILES, "models") as address:
@@ -34,7 +35,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_files_are_listed_and_read_range_by_range(folder: ModelFolder) -> None:
-    assert folder.names() == sorted(FILES)
+    assert set(folder.names()) - {"inside"} == {"config.json", "model.safetensors"}
+    assert folder.content("inside/another", 10) == b"here"
     assert (folder.size("model.safetensors"), folder.size("other")) == (256 * 40, None)
     buffer = bytearray(5000)
     folder.read_into("model.safetensors", 77, memoryview(buffer))

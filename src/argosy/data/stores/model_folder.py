@@ -19,6 +19,8 @@ ExportFormat = Literal["safetensors", "gguf", CompressedFormat]
 ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
 GgufType = Literal["bf16", "f16", "q8_0", "q4_0"]
 HUB = "hf://"
+TOOLS_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""The chat template that transformers takes where there are tools, if a folder has one beside the other."""
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which a folder of PEFT is known: an adapter, without its weights."""
 _HUB_NAME = re.compile(r"[^/]+/[^/]+")
@@ -120,7 +122,7 @@ class ModelOnHub(ModelFolder):
         self._sizes: dict[str, int] | None = None
 
     def names(self) -> list[str]:
-        return sorted(self._known())
+        return sorted(name for name in self._known() if "/" not in name)
 
     def size(self, name: str) -> int | None:
         return self._known().get(name)
@@ -142,15 +144,14 @@ class ModelOnHub(ModelFolder):
     def _known(self) -> dict[str, int]:
         if self._sizes is None:
             try:
-                found = self._hub.ls(self._repository, detail=True)
+                found = self._hub.find(self._repository, detail=True)
             except Exception as problem:  # no such model, no right to it, no network
                 why = str(problem).partition("\n")[0] or "there is no such model"
                 raise UserError(
                     f"{self.name}: cannot be read ({why}). Check the name, your rights there (hf auth login) and the "
                     "network."
                 ) from None
-            files = (entry for entry in found if entry["type"] == "file")
-            self._sizes = {str(entry["name"]).rpartition("/")[2]: int(entry["size"]) for entry in files}
+            self._sizes = {name.split("/", 2)[2]: int(entry["size"]) for name, entry in found.items()}
         return self._sizes
 
 
@@ -247,6 +248,12 @@ def _new_in_store(url: str) -> Iterator[_InStore]:
         if isinstance(problem, StoreUnreachable):
             raise StorageError(f"{url} could not be written ({problem}). Run the same command again.") from None
         raise
+
+
+def with_tools(template: str, of_tools: str) -> str:
+    """Return one chat template of two: `of_tools` where there are tools."""
+    of_tools, template = of_tools.removesuffix("\n"), template.removesuffix("\n")  # as jinja2 does
+    return f"{{% if tools %}}{of_tools}{{% else %}}{template}{{% endif %}}"
 
 
 def read_beside(place: str | Path, names: Sequence[str], most_bytes: int) -> dict[str, bytes]:
