@@ -120,6 +120,13 @@ def test_one_that_finishes_is_no_failure(supervisor_of):
     assert process.ends == [] and process.is_given_up
 
 
+def test_one_is_not_waited_for_if_that_is_urgent(supervisor_of):
+    process = supervisor_of(finish_s=60.0)
+    process.keep()
+    process.finish(lambda: True)
+    assert process.ends == [] and process.is_given_up
+
+
 def test_a_thread_looks_after_one_while_a_block_runs(supervisor_of):
     process = supervisor_of(lambda: Child(*FINISHING), finish_s=60.0)
     process.is_wanted = False

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
-from argosy.errors import Retryable
+from argosy.errors import Retryable, signals_to
 from argosy.plan.plan import Plan
 from argosy.processes.child import Channel, ForkEntry, Message, channel_to_parent, process_state
 from argosy.processes.fork_server import ForkServer
@@ -29,6 +29,7 @@ from argosy.supervise import coordinator_client as module
 from argosy.supervise import node_workers
 from argosy.supervise.agent import Agent, waiting_in_words
 from argosy.supervise.nodes import RankState
+from argosy.supervise.scratch import scratch_folder
 from peers import SECRET, Peer
 from waiting import PATIENT_S
 
@@ -86,6 +87,24 @@ def test_a_coordinator_that_never_answers_is_given_up(agent, monkeypatch):
     monkeypatch.setattr(module, "SILENCE_S", 0.2)
     with pytest.raises(Retryable, match=r"could not be reached for 0\.5 s .*The same command goes on"):
         agent.run()
+
+
+def test_a_signal_at_its_end_does_not_keep_it_from_removing_what_is_in_memory(agent, monkeypatch):
+    """SLURM sends TERM twice: a run that has nothing to save is at its end by then."""
+
+    @contextmanager
+    def folder() -> Iterator[Path]:
+        with scratch_folder() as path:
+            try:
+                yield path
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("argosy.supervise.agent.scratch_folder", folder)
+    came: list[int] = []
+    with signals_to(lambda number, _: came.append(number), signal.SIGTERM), pytest.raises(Retryable):
+        agent.run()
+    assert not came, "it would have died"
 
 
 def test_it_does_not_wait_for_an_answer_to_its_call(agent, forks, monkeypatch):

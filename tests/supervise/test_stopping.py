@@ -49,6 +49,15 @@ def test_one_more_after_a_while_kills_what_still_runs(stopping, monkeypatch):
     assert stopping.kill_why == "a second signal came"
 
 
+def test_at_the_end_only_a_signal_of_its_own_is_urgent(stopping, monkeypatch):
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopping.begins()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not stopping.is_urgent(), "it is a part of the first one"
+    monkeypatch.setattr(module, "SAME_S", 0.0)
+    assert stopping.is_urgent()
+
+
 def test_what_takes_too_long_is_killed(tmp_path):
     stopping = Stopping(tmp_path, grace_s=0.0)
     with stopping.listening():

@@ -155,12 +155,13 @@ class Supervisor:
             with suppress(ChannelClosed):  # `keep` finds out how it ended
                 self._child.channel.send("finish")
 
-    def finish(self) -> None:
-        """Have it do what is left, and wait until it has ended."""
+    def finish(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Have it do what is left, and wait until it has ended; once `is_urgent`, end it at once."""
         self.tell_to_finish()
-        while self.is_running:
+        while self.is_running and not is_urgent():
             self.wait(0.02)
             self.keep()
+        self.kill()
 
     def wait(self, seconds: float) -> None:
         """Wait until it says something or ends, up to `seconds`."""

@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
@@ -31,7 +32,7 @@ from argosy.faults import fault
 from argosy.plan.hardware.local_machine import read_memory
 from argosy.plan.plan import measured_format
 from argosy.precision import FLOAT_DTYPES
-from argosy.processes.child import channel_to_parent
+from argosy.processes.child import ChannelClosed, channel_to_parent
 from argosy.resilience.node_health import Health, NodeCheckRequest, WrongResult
 
 PRODUCT_SIDE = {"cpu": 512, "accelerator": 8192}
@@ -100,7 +101,8 @@ def main() -> None:
         text = f"{type(problem).__name__}: {problem}"
         wrong = (WrongResult("node", "node_check", text),) if broken else ()
         health = Health(wrong, {}, round(time.monotonic() - began_s, 3), "" if broken else text)
-    client.send("node_checked", health=asdict(health))
+    with suppress(ChannelClosed):  # its agent is gone: the run was stopped meanwhile
+        client.send("node_checked", health=asdict(health))
 
 
 def units(gpus: int) -> list[ComputeUnit]:

@@ -103,10 +103,11 @@ class Agent:
 
         Raises: RunFailed, Interrupted, or the error that the workers themselves ended with.
         """
-        with scratch_folder() as self._scratch:
+        # To the very end: a second signal of the same stop must not keep what is in memory from being removed.
+        with self._stopping.listening(), scratch_folder() as self._scratch:
             self._progress.heartbeats(self._scratch)
             try:
-                with self._stopping.listening(), selectors.DefaultSelector() as self._selector:
+                with selectors.DefaultSelector() as self._selector:
                     self._workers.open(self._selector, self._scratch, self._plan.world_size)
                     self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
                     self._coordinator.open(self._selector, self._say_hello, self._obey, self._tell_of_nodes)
@@ -176,7 +177,7 @@ class Agent:
         self._store.close()
         self._coordinator.close()
         for beside in self._beside:
-            beside.finish()
+            beside.finish(self._stopping.is_urgent)
 
     def _raise_if_not_done(self) -> None:
         if (error := self._stopping.error()) is not None:

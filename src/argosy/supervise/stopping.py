@@ -27,7 +27,8 @@ class Stopping:
     def __init__(self, run_dir: Path, grace_s: float, is_served: bool = False):
         """`grace_s`: the time that workers have to save their state. is_served: parameter servers have it."""
         self._run_dir, self._grace_s, self._is_served = run_dir, grace_s, is_served
-        self._came: list[int] = []
+        self._came: list[tuple[int, float]] = []
+        """Signals that were not taken in yet, and when each came."""
         self.number: int | None = None
         """The signal for which the run stops; None: none came."""
         self._since_s, self._kill_at_s = 0.0, float("inf")
@@ -48,11 +49,11 @@ class Stopping:
             yield
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came.append(number)  # and no more: it may have interrupted the sending of a message
+        self.ask(number)  # and no more: it may have interrupted the sending of a message
 
     def ask(self, number: int) -> None:
         """Act as if the signal had come. Any thread may call this."""
-        self._came.append(number)
+        self._came.append((number, time.monotonic()))
 
     def begins(self) -> bool:
         """Take in the signals that came since the last call; return True if the run is to stop from now on.
@@ -61,12 +62,16 @@ class Stopping:
         """
         number = self.number
         while self._came:
-            self._take(self._came.pop(0))
+            self._take(*self._came.pop(0))
         return number is None and self.number is not None
 
     def begin(self, number: int) -> None:
         """Stop the run for a signal that a worker was sent directly."""
-        self.number = number
+        self.number, self._since_s = number, time.monotonic()
+
+    def is_urgent(self) -> bool:
+        """Return True once a signal has come that `begins` has not taken in and that is not a part of the first one."""
+        return any(came_s - self._since_s > SAME_S for _, came_s in self._came)
 
     def is_late(self, now_s: float) -> bool:
         """Return True if what still runs is to be killed, for `kill_why`."""
@@ -110,8 +115,7 @@ class Stopping:
             return Retryable(f"{why}. {how_to_go_on(self._run_dir)}")
         return Interrupted(f"stopped by {name}. {how_to_go_on(self._run_dir)}", self.number)
 
-    def _take(self, number: int) -> None:
-        now_s = time.monotonic()
+    def _take(self, number: int, now_s: float) -> None:
         if self.number is None:
             self.number, self._since_s, self._kill_at_s = number, now_s, now_s + self._grace_s
             self.kill_why = f"it did not save within resilience.grace_s = {self._grace_s:g}"
