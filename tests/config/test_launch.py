@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -174,3 +175,9 @@ def test_a_bad_rank_map_is_refused(tmp_path, text, message):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=f"launch.rank_map = .*{message}"):
         read_rank_map(str(path))
+
+
+def test_a_pipe_in_place_of_a_rank_map_holds_nobody(tmp_path):
+    os.mkfifo(tmp_path / "ranks.txt")
+    with pytest.raises(UserError, match=r"launch\.rank_map = .*cannot be read: not a regular file"):
+        read_rank_map(str(tmp_path / "ranks.txt"))

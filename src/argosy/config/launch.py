@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_v
 
 from argosy.config.section import PositiveSeconds, Section
 from argosy.errors import UserError
+from argosy.files import read_at_most
 
 PATTERN = r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f]*:[0-9A-Fa-f:.]*\]):\d{1,5}"
 MOST_PORT = 65535
@@ -81,6 +82,9 @@ OptionalAddress = Annotated[
 """An address, or an empty text."""
 
 
+MOST_RANK_MAP_BYTES = 64 * 2**20
+
+
 def read_rank_map(path: str) -> dict[str, int]:
     """Return node -> its place in the order of ranks, of the file that launch.rank_map names; empty without one.
 
@@ -89,7 +93,8 @@ def read_rank_map(path: str) -> dict[str, int]:
     if not path:
         return {}
     try:
-        names = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+        text = read_at_most(Path(path), MOST_RANK_MAP_BYTES).decode()
+        names = [line.strip() for line in text.splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as problem:
         why = getattr(problem, "strerror", None) or "it is not a text file"
         raise UserError(
