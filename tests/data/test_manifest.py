@@ -142,6 +142,13 @@ def test_verify_finds_a_flipped_bit(folder: Path, name: str) -> None:
         verify(folder)
 
 
+def test_verify_finds_checksums_of_other_bytes(folder: Path) -> None:
+    """A run would take the shard for damaged."""
+    damage(folder / "train-00000.crc32", 1)
+    with pytest.raises(DataError, match=r"train-00000\.crc32 has other checksums than train-00000\.bin"):
+        verify(folder)
+
+
 def test_identity_follows_the_tokens_and_where_they_are_cut(make_folder: MakeFolder, folder: Path) -> None:
     first = Manifest.load(folder).identity
     same = make_folder("b", train=[DOCUMENTS, [[6, 0]]], validation=[[[7, 0]]])

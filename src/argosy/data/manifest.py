@@ -297,6 +297,12 @@ def verify(folder: Path) -> Manifest:
                     f"{path} does not match its checksum (manifest {expected[:12]}, file {found[:12]}). Restore the "
                     f"file, or delete {folder} and prepare it again: {manifest.prepare_command(folder)}"
                 )
+        bin_path = folder / f"{shard.name}.bin"
+        sidecar = bin_path.with_suffix(".crc32")
+        if sidecar.is_file() and sidecar.read_bytes() != block_checksums(bin_path).to_bytes():
+            raise DataError(
+                f"{sidecar} has other checksums than {bin_path.name}, which is as it was written. Restore the file."
+            )
     return manifest
 
 
