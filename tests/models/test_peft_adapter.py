@@ -181,6 +181,7 @@ def change(folder: Path, name: str, tensor: Tensor | None) -> None:
         ("self_attn.q_proj.lora_A.weight", torch.zeros(0, 32), "shape [0, 32] and [32, 2], and rank 2 beside this"),
         ("self_attn.q_proj.lora_A.weight", torch.tensor(1.0), "shape [] and [32, 2], and rank 2 beside this"),
         ("self_attn.x_proj.lora_A.weight", torch.zeros(1), "x_proj.lora_A.weight has no place in this model (llama)"),
+        ("embed_tokens.weight", torch.zeros(1), "or merge it with PEFT if that saved embedding or head too"),
     ],
 )  # fmt: skip
 def test_tensors_of_another_model_are_refused(there: Path, name: str, tensor: Tensor | None, said: str) -> None:

@@ -54,7 +54,7 @@ class TrainedModel:
         """The tokenizer that the model was trained with. Raises: UserError if the run folder has none."""
         path = self.run_dir / TOKENIZER
         if not path.is_file():
-            raise UserError(f"{path}: no tokenizer there. Copy the model's tokenizer.json to it.")
+            raise _no_tokenizer(self.home)
         return Tokenizer.load(path)
 
     @property
@@ -100,7 +100,7 @@ class PublishedModel:
         """The folder's tokenizer. Raises: UserError if it has none."""
         text = self._found[2]
         if text is None:
-            raise UserError(f"{self.home}/{TOKENIZER}: no tokenizer there. Copy the model's tokenizer.json to it.")
+            raise _no_tokenizer(self.home)
         return Tokenizer(text.decode(errors="replace"), f"{self.home}/{TOKENIZER}")
 
     @property
@@ -115,6 +115,13 @@ class PublishedModel:
 
 
 SomeModel = TrainedModel | PublishedModel
+
+
+def _no_tokenizer(home: str) -> UserError:
+    return UserError(
+        f"{home}/{TOKENIZER}: no tokenizer there. Copy the model's to it; transformers makes it of other files: "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+    )
 
 
 def run_of_folder(folder: str | Path) -> tuple[RunConfig, LazyWeights, bytes | None]:

@@ -255,7 +255,10 @@ def import_adapter(
             _take(adapter, module, parts, lora.rank, own, scale, weights, tensor_file)
     if stored or not adapter:
         what = f"{min(stored)} has" if stored else "the tensors have"
-        raise UserError(f"{tensor_file}: {what} no place in this model ({config.family}). Name its own weights.")
+        raise UserError(
+            f"{tensor_file}: {what} no place in this model ({config.family}). Name its own weights, "
+            "or merge it with PEFT if that saved embedding or head too."
+        )
     rank = max(len(inner) for name, some in adapter.items() if name.endswith(".a") for inner in some)
     whole = {name: [_of_rank(rank, name, tensor) for tensor in some] for name, some in adapter.items()}
     tensors = {name: torch.stack(some) if "_lora." in name else some[0] for name, some in whole.items()}
