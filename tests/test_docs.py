@@ -15,6 +15,7 @@ import pytest
 
 from argosy.config.load import load
 from argosy.plan.design.space import DesignSpace
+from argosy.watch.alerts import FINDINGS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -22,6 +23,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs/clusters").glob("*.md")),
 ]
+EVENTS = ROOT / "docs" / "events.md"
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SCORE = re.compile(r"^\| `runs/(\w+)` \|.*\| (\d+) % \|$", re.MULTILINE)
 """A row of a table that states the score of a run which the document's commands have made."""
@@ -125,10 +127,18 @@ def test_make_targets_that_documents_name_exist() -> None:
 
 
 def test_every_event_that_the_code_writes_is_in_the_table_of_events() -> None:
-    table = (ROOT / "docs" / "events.md").read_text()
+    table = EVENTS.read_text()
     written = {name for file in (ROOT / "src").rglob("*.py") for name in _events_written(file.read_text())}
     assert {"worker_died", "recovered", "resume"} < written
     assert sorted(name for name in written if f"`{name}`" not in table) == []
+
+
+def test_the_page_counts_each_finding_and_each_failure_in_the_table_of_events_as_a_fault() -> None:
+    told = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]+)\|", EVENTS.read_text(), re.MULTILINE))))
+    failures = {name for name in told if name.endswith(("_died", "_failed", "_off", "_damaged", "_corrupt"))}
+    page = (ROOT / "src/argosy/watch/page/vitals.js").read_text()
+    faults = set(re.findall(r'"(\w+)"', page[page.index("FAULTS = ") : page.index("]);")]))
+    assert {"server_died", "user_code_off", "straggler"} < failures | FINDINGS.keys() <= faults
 
 
 def _events_written(code: str) -> Iterator[str]:

@@ -19,6 +19,9 @@ import * as state from "./state.js";
 
 const FAULTS = new Set([
   "worker_died",
+  "server_died",
+  "exchange_died",
+  "follower_died",
   "killed",
   "hang",
   "stopped",
@@ -36,12 +39,18 @@ const FAULTS = new Set([
   "limit_near",
   "clock_jump",
   "bad_step",
+  "bad_gradient",
   "rewind",
   "bad_shard",
+  "block_damaged",
+  "ledger_damaged",
+  "store_unreachable",
   "corruption",
   "gradient_corrupt",
   "collective_corrupt",
+  "replicas_differ",
   "save_failed",
+  "memory_checkpoint_failed",
   "damaged_checkpoint",
   "coordinator_lost",
   "lease_lost",
@@ -50,7 +59,11 @@ const FAULTS = new Set([
   "writer_died",
   "drain_failed",
   "upkeep_failed",
+  "replan_failed",
+  "user_code_off",
+  "sink_off",
   "alert",
+  "alert_undelivered",
 ]);
 
 /** What the strip and the marks on curves need to know of; the view Events asks for all. */

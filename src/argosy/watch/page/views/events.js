@@ -25,7 +25,7 @@ const LANES = [
     "good",
     ["recovered", "resume", "fetched", "transient", "samples_replaced", "fork_server_replaced"],
   ],
-  ["plans", "Plans", "part-d", ["replan", "migrated", "stayed", "migration_measured", "replan_failed"]],
+  ["plans", "Plans", "part-d", ["replan", "migrated", "stayed", "migration_measured"]],
   ["others", "Others", "muted", []],
 ];
 const QUIET = new Set([
