@@ -83,6 +83,18 @@ def test_a_run_file_with_credentials_is_refused_with_key_line_and_remedy(tmp_pat
     assert "checkpoint.remote: it holds credentials" in str(refused.value) and SECRET not in str(refused.value)
 
 
+def test_the_message_says_how_that_key_s_credentials_are_given() -> None:
+    url = f"https://me:{SECRET}@example.org"
+    for key, way in {
+        "alerts.webhook": "webhook_env",
+        "wandb.url": "WANDB_API_KEY",
+        "mlflow.tracking_uri": "MLFLOW_TRACKING_TOKEN",
+        "opentelemetry.endpoint": "OTEL_EXPORTER_OTLP_HEADERS",
+    }.items():
+        with pytest.raises(UserError, match=rf"observe\.{key}: it holds credentials.* {way}(?!.*AWS_)"):
+            load(None, {f"observe.{key}": url})
+
+
 @pytest.mark.parametrize("url", SECRETS)
 def test_who_calls_from_python_is_refused_as_well(tmp_path: Path, url: str) -> None:
     for refused in (

@@ -10,11 +10,11 @@ import re
 from typing import Any
 
 MASK = "***"
+CREDENTIALS_PROBLEM = "it holds credentials, which would be written to run.toml. Leave them out of the URL and give "
 CREDENTIALS_REMEDY = (
-    "it holds credentials, which would be written to run.toml. Leave them out of the URL and give them by the "
-    "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
-    "AZURE_STORAGE_SAS_TOKEN, ETCDCTL_USER and ETCDCTL_PASSWORD, ...) or in ~/.config/fsspec/conf.json; what a signed "
-    "link leads to, download first"
+    f"{CREDENTIALS_PROBLEM}them by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_SAS_TOKEN, ETCDCTL_USER and ETCDCTL_PASSWORD, ...) or in "
+    "~/.config/fsspec/conf.json; what a signed link leads to, download first"
 )
 
 # One slash: of a URL that was taken for a path. A chained URL (zip://x::https://y) is several.

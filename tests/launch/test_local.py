@@ -68,6 +68,11 @@ def test_a_dry_run_refuses_the_data_that_training_would(tmp_path):
             would_train(run_config(tmp_path, data={"sources": sources}), tmp_path / "run", str)
 
 
+def test_a_profile_of_steps_that_the_run_lacks_is_refused_before_data_are_read(tmp_path):
+    with pytest.raises(UserError, match=r"observe\.profile\.steps = 4:9 ends with step 8"):
+        would_train(run_config(tmp_path, train={"steps": 6}, observe={"profile": {"steps": "4:9"}}), tmp_path, str)
+
+
 def test_a_certificate_that_cannot_be_is_refused_before_data_are_read(tmp_path, monkeypatch):
     given = {"tls": True, "tls_certificate": "no.pem", "tls_key": "no.pem"}
     with pytest.raises(UserError, match=r"launch\.tls_certificate = no\.pem"):

@@ -31,6 +31,7 @@ VARIABLE_NAME = r"^$|^[A-Za-z_][A-Za-z0-9_]*$"
 class AlertsConfig(Section):
     """Alerts to people while a run goes on, and how they reach them."""
 
+    give_credentials = "the URL, or headers, by environment variables that webhook_env and headers_env name"
     on: tuple[AlertKind, ...] = ALERT_KINDS
     """The alerts that are told: spike, nan, stall, dead, disk_filling, node_in_doubt, low_goodput,
     checkpoint_unverified."""
@@ -148,6 +149,7 @@ class TensorBoardConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases. Extra: wandb. The key is read from WANDB_API_KEY, or from what `wandb login` left."""
 
+    give_credentials = "the key by WANDB_API_KEY, or `wandb login`"
     project: str = "argosy"
     """Project of the run."""
     entity: str | None = None
@@ -165,6 +167,7 @@ class WandbConfig(Section):
 class MlflowConfig(Section):
     """MLflow. Extra: mlflow. Credentials are read from MLFLOW_TRACKING_USERNAME and its fellows."""
 
+    give_credentials = "them by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     tracking_uri: str | None = None
     """Address of the server, or a folder; if not given, MLFLOW_TRACKING_URI, else `mlflow` in the run's folder."""
     experiment: str = "argosy"
@@ -194,6 +197,7 @@ class PrometheusConfig(Section):
 class OpenTelemetryConfig(Section):
     """Traces of a run's phases, by OTLP over HTTP. Extra: opentelemetry. Credentials: OTEL_EXPORTER_OTLP_HEADERS."""
 
+    give_credentials = "them by OTEL_EXPORTER_OTLP_HEADERS"
     endpoint: str | None = None
     """Base URL of the collector; if not given, OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318."""
     service: str | None = None

@@ -16,7 +16,7 @@ from argosy.errors import UserError, counted
 from argosy.extend.loading import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
-from argosy.launch.resolve import check_data, check_profile, resolve, with_known_sizes
+from argosy.launch.resolve import check_data, check_profile, check_profiled_steps, resolve, with_known_sizes
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
 from argosy.observe.line_follower import Following, OnStep
@@ -167,6 +167,7 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
     if prepare.input and not (prepare.out / MANIFEST).exists():
         would.append(f"prepare {', '.join(prepare.input)} in {prepare.out}")
     plan = run_folder.settle_plan(run_dir, run, devices_of_run(run), lambda words: None)
+    check_profile(run, plan)
     saved = committed(run_dir)
     length = f"{run.train.minutes:g} minutes" if run.train.minutes else f"{run.train.epochs:g} epochs"
     length = f"{run.train.steps} steps" if run.train.steps else length
@@ -198,11 +199,12 @@ def report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
 
 def _check_here(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> None:
     """Refuse, before anything takes time, a written plan that does not fit the nodes and processes that are said, and a
-    place, certificate or sinks that cannot be. Raises: UserError.
+    place, certificate, profile or sinks that cannot be. Raises: UserError.
     """
     if size := processes_of(run.plan):
         nodes = run.launch.nodes
         check_size(run.plan, size, run.launch, nodes * (run.launch.processes or -(-size // nodes)), origin)
     check_place(run.launch)
     check_tls(run_dir, run.launch)
+    check_profiled_steps(run)
     check_sinks(run.observe, run.extend)

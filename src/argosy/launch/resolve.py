@@ -352,18 +352,22 @@ def _sites_here(run: RunConfig) -> int:
     return max(1, list(hosts.values()).count(hosts.get(run.site, "no address")))
 
 
-def check_profile(run: RunConfig, plan: Plan) -> None:
-    """Refuse to profile steps or ranks that the run does not have. Raises: UserError."""
+def check_profiled_steps(run: RunConfig) -> None:
+    """Refuse to profile steps that the run does not have. Raises: UserError."""
     profile, steps = run.observe.profile, run.train.steps
-    if not profile.steps:
-        return
-    last = profile.range[-1]
+    last = profile.range[-1] if profile.steps else -1
     if steps and last >= steps:
         raise UserError(
             f"observe.profile.steps = {profile.steps} ends with step {last}, but the run has the steps 0 to "
             f"{steps - 1} (train.steps = {steps}). Try {max(0, steps - 3)}:{steps}, or more steps."
         )
-    missing = sorted(rank for rank in profile.chosen or () if rank >= plan.world_size)
+
+
+def check_profile(run: RunConfig, plan: Plan) -> None:
+    """Refuse to profile steps or ranks that the run does not have. Raises: UserError."""
+    check_profiled_steps(run)
+    profile = run.observe.profile
+    missing = sorted(rank for rank in profile.chosen or () if profile.steps and rank >= plan.world_size)
     if missing:
         raise UserError(
             f"observe.profile.ranks = {profile.ranks} names rank {missing[0]}, but the plan {plan} has the ranks 0 to "
