@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from argosy.plan.sync import SUMS_AHEAD
 from argosy.sync.compressor import Lane, Sending, Sum
 
 PHASES = (1, 1, 1, 1)
@@ -69,6 +70,25 @@ def test_to_finish_one_sum_those_before_it_are_sent():
     assert link.lane.finish(sums[1]) is not None
     assert [message for message in link.sent if message[0] == "a"] == ["a0", "a1", "a2", "a3"]
     assert link.lane.finish(sums[0]) is not None
+
+
+def test_sums_inside_are_waited_for_before_more_are_on_their_way_than_may_be():
+    """gloo's reduce-scatters never say that they are done, and hold a bucket twice until they are waited for."""
+    link = Link()
+    sums = [link.submit(str(number), (1,)) for number in range(SUMS_AHEAD + 2)]
+    assert link.arrived == {"00", "10"}
+    assert [one.result is not None for one in sums] == [True, True] + [False] * SUMS_AHEAD
+    across = Link()
+    for name in "abcdef":
+        across.submit(name, (0, 1))
+    assert not across.arrived, "a slow link between replicas is waited for at the end"
+
+
+def test_a_sum_ends_as_soon_as_its_last_message_has_arrived():
+    link = Link()
+    one = link.submit("a", (1,))
+    link.arrives("a0")
+    assert one.result is not None, "the bucket that it had is free"
 
 
 def test_a_sum_without_a_phase_opens_it_to_nobody():

@@ -107,7 +107,6 @@ class Bucket:
         self.pieces, self._ranks, self._dtype, self._how = pieces, ranks, dtype, how
         self._keep = keep and ranks.shard is not None
         self._n, self._k = ranks.shard.size() if ranks.shard else 1, ranks.parts
-        self._flat = self._mine = torch.empty(0)
         self._sum: Sum | None = None
         self.arrivals = 0
         self.checksums: Tensor | None = None
@@ -128,33 +127,32 @@ class Bucket:
 
     def send(self, checks: bool, watches: bool, moment: SumTime) -> None:
         """Start to sum the gradients over the ranks; they are freed unless they are to be kept."""
-        self._flat = self.gather_up()
-        self.checksums = checksums(self._flat) if checks else None
-        fault("bucket", tensors=lambda: {"bucket": self._flat})
-        self.bits = sum_of_bits(self._flat) if watches else None
+        flat = self.gather_up()
+        self.checksums = checksums(flat) if checks else None
+        fault("bucket", tensors=lambda: {"bucket": flat})
+        self.bits = sum_of_bits(flat) if watches else None
         if not self._keep:
             for piece in self.pieces:
                 piece.parameter.grad = None
         self._about.memory.drop()
         is_exact = moment.step < self._how.exact_steps
         way = Exact() if is_exact else self._compressor
-        work = None
-        if self._ranks.shard is not None:
-            self._mine = self._flat.new_empty(self._flat.shape[1])
-            work = reduce_scatter_single(self._mine, self._flat.flatten(), group=self._ranks.shard, async_op=True)
-        else:
-            self._mine = self._flat.flatten()
         tiers = [1] * len(self._ranks.replicas.inside)
         across = [int(message < way.messages) for message in range(len(self._ranks.replicas.across))]
-        self._sum = self._how.lane.submit(
-            self._sending(work, way, moment), [int(work is not None), *tiers, *across, *tiers]
-        )
+        is_shared = self._ranks.shard is not None
+        sums = flat.new_empty(flat.shape[1]) if is_shared else flat.flatten()
+        phases = [int(is_shared), *tiers, *across, *tiers]
+        self._sum = self._how.lane.submit(self._sending(flat, sums, way, moment), phases)
 
-    def _sending(self, work: dist.Work | None, way: Compressor, moment: SumTime) -> Sending:
-        """Sum over the ranks that share a replica (`work` does so), then over replicas, tier by tier and back."""
-        if work is not None:
-            yield work
-        sums, replicas = self._mine, self._ranks.replicas
+    def _sending(self, rows: Tensor, sums: Tensor, way: Compressor, moment: SumTime) -> Sending:
+        """Sum `rows` into `sums` over the ranks that share a replica, then `sums` over replicas, tier by tier and back.
+        Each is let go of once it is not needed."""
+        replicas, lane = self._ranks.replicas, self._how.lane
+        lane.keep(rows)
+        lane.keep(sums)
+        if self._ranks.shard is not None:
+            yield started(reduce_scatter_single(sums, rows.flatten(), group=self._ranks.shard, async_op=True))
+        del rows
         for tier in replicas.inside:
             part = sums.new_empty(len(sums) // tier.size)
             yield started(reduce_scatter_single(part, sums, group=tier.scatter, async_op=True))
@@ -173,8 +171,7 @@ class Bucket:
         received = self._how.lane.finish(self._sum)
         for piece, sums in zip(self.pieces, self._split(received), strict=True):
             piece.value.grad = sums.to(piece.value.dtype)
-        self._sum, self._flat, self.arrivals = None, torch.empty(0), 0
-        self._mine = self._flat
+        self._sum, self.arrivals = None, 0
         return received
 
     @property

@@ -37,6 +37,9 @@ from argosy.plan.workload import Numbers, Workload
 
 Sent = tuple[str, float]
 """Kind of a collective, and bytes of its whole message."""
+SUMS_AHEAD = 4
+"""Buckets at once, on a CPU, that are summed over the ranks that share a replica before backward waits for the first:
+gloo gives up their memory only when it is waited for them."""
 SCALE_BYTES = 4
 LEAST_COMPRESSION = 2
 """PowerSGD compresses a matrix that is so many times as large as both thin ones (PyTorch's min_compression_rate)."""

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from argosy.accelerator import current_stream, is_accelerator, new_stream, on_stream
 from argosy.data.order import SPLITMIX_STEP, mix
+from argosy.plan.sync import SUMS_AHEAD
 
 # torch 2.13 gave them these names and deprecates the old; that of an older image has only the old.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -173,6 +174,8 @@ class Sum:
         self._sending, self._left = sending, list(phases)
         self._work: dist.Work | None = None
         self.result: Tensor | None = None
+        self.inside = phases[0]
+        """Messages of its first phase that it has not waited for."""
 
     @property
     def phase(self) -> int:
@@ -185,8 +188,8 @@ class Sum:
         return not any(self._left)
 
     def go_on(self, before: int) -> None:
-        """Go on, without waiting, as far as the last message of the phases before `before`."""
-        while self.result is None and not self.has_sent_all and self.phase < before:
+        """Go on, without waiting, as far as the last message of the phases before `before`, or to the result."""
+        while self.result is None and (self.has_sent_all or self.phase < before):
             if self._work is not None and not self._work.is_completed():
                 return
             self.take_a_step()
@@ -195,6 +198,7 @@ class Sum:
         """Wait for the message that is on its way, and send the next, or come to the result."""
         if self._work is not None:
             self._work.wait()
+            self.inside = max(0, self.inside - 1)
         phase = self.phase
         try:
             self._work = next(self._sending)
@@ -223,6 +227,10 @@ class Lane:
         if self._stream is None:
             self._queue.append(one)
             self.poll()
+            inside = [other for other in self._queue if other.inside]
+            if len(inside) > SUMS_AHEAD:  # gloo's reduce-scatters are done only when they are waited for
+                inside[0].take_a_step()
+                self.poll()
         else:
             self._stream.wait_stream(current_stream(self._stream.device))
             with on_stream(self._stream):
@@ -238,7 +246,7 @@ class Lane:
             before = before if one.has_sent_all else min(before, one.phase)
             if not before:
                 break
-        while self._queue and self._queue[0].has_sent_all:
+        while self._queue and self._queue[0].result is not None:
             self._queue.popleft()
 
     def finish(self, one: Sum) -> Tensor:
@@ -248,12 +256,17 @@ class Lane:
         else:
             self.poll()
             while not one.has_sent_all:
-                self._queue[0].take_a_step()
+                next(other for other in self._queue if not other.has_sent_all).take_a_step()
                 self.poll()
             while one.result is None:
                 one.take_a_step()
         assert one.result is not None
         return one.result
+
+    def keep(self, tensor: Tensor) -> None:
+        """Let the allocator not give the tensor's memory away before what now is in the lane has used it."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
 
     def clear(self) -> None:
         """Forget the sums that are on their way."""

@@ -255,9 +255,9 @@ class Step:
             self._check_world()
         with clock.time("optimizer"):
             state.apply(update, None if observer is None else observer.updated)
+        state.model.zero_gradients()  # their memory serves what is gathered
         with clock.time("communication"):
             state.model.after_update()
-        state.model.zero_gradients()
         if observer is not None:
             with clock.time("communication"):
                 observer.after_update(step)
