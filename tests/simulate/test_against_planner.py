@@ -28,9 +28,12 @@ from argosy.simulate.timeline import COMPUTE, draw
 BOTTOM = ("embedding", "blocks.0", "blocks.1")
 MATRICES = ("embedding", "blocks.*.attention.*", "blocks.*.mlp.*", "head")
 DENSE, MIXTURE = "llama3-8b", "mixtral-8x7b"
+FEW_TOKENS = {"data.seq_len": 128, "train.global_batch": 2, "model.layers": 6, "model.vocab_size": 4096}
+"""The end of backward is the peak."""
 QUICK: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "microbatch=2", {"lora.rank": 16, "model.layers": 2}),
     (MIXTURE, "dp_shard=4,ep=4,zero=1", {"model.layers": 2}),
+    ("llama-20m", "dp_shard=2,zero=1,precision=fp32", FEW_TOKENS),
 ]
 SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "dp_shard=8,recompute=full", {}),
@@ -139,7 +142,7 @@ OF_SIMULATED = {"parameters": "weights", "gradients": "gradients", "optimizer": 
 def planned_peak(plan: Plan, run: RunConfig) -> dict[str, float]:
     """Return the planner's bytes of rank 0 by category, without those of the device's own."""
     constants = Constants()
-    model = MemoryModel(Layouts.of([plan]), Workload.of(run), System(), constants)
+    model = MemoryModel(Layouts.of([plan]), Workload.of(run), System(buckets=1), constants)
     found = model.on_rank(first=True, last=plan.pp == 1)
     state = {name: float(np.squeeze(getattr(found, name))) for name in OF_SIMULATED.values()}
     allocated = float(np.squeeze(found.total - found.reserve)) - constants.workspace_bytes

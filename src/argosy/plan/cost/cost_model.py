@@ -250,6 +250,7 @@ class CostModel:
             chunk_rows=LEAST_CHUNK_ROWS["cpu" if self.rates.host_waits else "accelerator"],
             deals_experts=1,
             buckets=1,
+            copies_sums=self.rates.host_waits,
             gathers_ahead=1,
             computes_shared_meanwhile=1,
             checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),

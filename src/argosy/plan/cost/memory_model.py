@@ -24,6 +24,7 @@ from argosy.plan.cost.rates import System
 from argosy.plan.layer_spec import CHUNK_LOGITS, FROZEN_CHUNK_ROWS
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, V_SHAPED, last_stage_layers
+from argosy.plan.sync import SUMS_AHEAD
 from argosy.plan.workload import Numbers, Workload
 
 ROUNDED_BYTES_EAGER = 16, 32
@@ -125,7 +126,15 @@ class MemoryModel(LayerMemory):
         # FSDP2 adds up whole gradients in the format in which it sums them over ranks.
         in_fsdp = plans.shards_parameters & self._adds_up
         held_gradients = summed * np.where(in_fsdp, self.reduced_bytes, self.gradient_bytes)
-        moments = self._moments(kept, reached * layers, held_gradients, of_head, of_embedding, bool(last))
+        moments = self._moments(
+            kept,
+            reached * layers,
+            held_gradients,
+            of_head,
+            of_embedding,
+            self._sent(dense + trained_ends, experts),
+            bool(last),
+        )
         whole = (of_loss, of_layers, of_layers, of_loss)
         zero, words = np.zeros(1), (trained_words > 0) * vocabulary
         # The optimizer's step begins when activations are gone.
@@ -240,14 +249,21 @@ class MemoryModel(LayerMemory):
         return np.asarray((self.microbatches > 1) & (self.system.sums_once > 0))
 
     def _moments(
-        self, kept: Numbers, reached: Numbers, gradients: Numbers, of_head: Numbers, of_embedding: Numbers, last: bool
+        self,
+        kept: Numbers,
+        reached: Numbers,
+        gradients: Numbers,
+        of_head: Numbers,
+        of_embedding: Numbers,
+        sent: Numbers,
+        last: bool,
     ) -> list[tuple[Numbers, Numbers, Numbers]]:
         """Return activations, what the loss needs, and gradients at the moments of a step one of which is its peak.
 
         kept: of all layers in flight; reached: the rank's layers that backward reaches; gradients: of all that is
         trained, of which the head's come first, and the embedding's last. A step of one microbatch makes them while it
         gives its activations up. All later ones add to them, so that a new one of head or embedding is there for a
-        moment beside the sum.
+        moment beside the sum. sent: buckets on their way and sums, beside gradients that are kept.
         """
         work, hidden = self.work, self.tokens * self.work.width / self.sequence_ranks
         alone = (self.microbatches <= 1) & (self.plans.stages_here == 1) & (self.system.gradient_buffers == 0)
@@ -259,10 +275,26 @@ class MemoryModel(LayerMemory):
             (
                 (kept - self.moved) / np.maximum(1, reached) + self.moved + self.working_lower,
                 np.zeros(1),
-                gradients - np.where(is_once, of_embedding, 0.0),
+                gradients - np.where(is_once, of_embedding, 0.0) + sent,
             ),
-            (hidden * (self.activation_bytes + 4) + np.where(is_once, 0.0, of_embedding), np.zeros(1), gradients),
+            (
+                hidden * (self.activation_bytes + 4) + np.where(is_once, 0.0, of_embedding),
+                np.zeros(1),
+                gradients + sent,
+            ),
         ]
+
+    def _sent(self, dense: Numbers, experts: Numbers) -> Numbers:
+        """Return the bytes of ZeRO 1 and 2 at the end of backward, beside gradients that it keeps: of stage 1 the sums,
+        of both the buckets on their way, each of which ends half a matrix, on the average, beyond its size."""
+        plans, work, system = self.plans, self.work, self.system
+        experts = experts * (self.expert_ranks > 1)
+        matrix = work.width * work.widest_ffn / plans.tp * (work.dense_layers > 0)
+        numbers = plans.bucket_mb * 2.0**20 / self.weight_bytes + np.where(experts > 0, self._stack, matrix) / 2
+        sending = np.minimum(dense + experts, (SUMS_AHEAD + 1) * numbers) * self.reduced_bytes
+        sums = np.where(plans.zero == 1, self._shared(dense, experts) * self.gradient_bytes, 0.0)
+        is_shared = ((plans.zero == 1) | (plans.zero == 2)) & (plans.shares_state > 1) & (system.buckets > 0)
+        return np.where(is_shared, sums + (1 + system.copies_sums) * sending, 0.0)
 
     def _opened(self, words: Numbers) -> Numbers:
         """Return the bytes of the largest parameter while its update has it in fp32, and what rounding it takes; one

@@ -206,6 +206,8 @@ class System:
     """1: gradients are summed, and parameters gathered, while other layers compute."""
     buckets: int = 0
     """1: with ZeRO 0 to 2 gradients travel in buckets of `bucket_mb`; 0: in messages of whatever size is best."""
+    copies_sums: Numbers = 0
+    """1: a reduce-scatter makes a copy of its whole message (gloo)."""
     keeps_root: Numbers = 1
     """1: with ZeRO 3, embedding and head stay gathered from their first use to the end of a microbatch's backward."""
     gathers_ahead: Numbers = 0
