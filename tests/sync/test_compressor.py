@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import torch
@@ -82,6 +83,14 @@ def test_sums_inside_are_waited_for_before_more_are_on_their_way_than_may_be():
     for name in "abcdef":
         across.submit(name, (0, 1))
     assert not across.arrived, "a slow link between replicas is waited for at the end"
+
+
+def test_a_sum_that_was_fetched_is_nobody_s():
+    link = Link()
+    refs = [weakref.ref(link.submit(name, phases)) for name, phases in (("a", (1,)), ("b", (0, 1)))]
+    for ref in refs:
+        link.lane.finish(cast(Sum, ref()))
+    assert [ref() for ref in refs] == [None, None], "its memory is free before the next step"
 
 
 def test_a_sum_ends_as_soon_as_its_last_message_has_arrived():

@@ -260,6 +260,7 @@ class Lane:
                 self.poll()
             while one.result is None:
                 one.take_a_step()
+            self.poll()  # the queue would keep its result
         assert one.result is not None
         return one.result
 
