@@ -47,7 +47,7 @@ def test_empty_lines_are_passed_over_and_breaks_of_other_kinds_are_text(written)
     ("text", "message"),
     [
         ('"a"\n{', ":2: no JSON (Expecting property name enclosed in double quotes"),
-        ("[" * 100_000, ":1: no JSON (maximum recursion depth exceeded"),
+        ("[" * 100_000, ":1: no JSON (it is nested too deep"),
         ("3", ':1: a line is a text in quotes, or has "prompt" or "tokens". Write {"prompt": TEXT}.'),
         ('{"text": "a"}', ':1: a line is a text in quotes, or has "prompt" or "tokens"'),
         ('{"prompt": "a", "tokens": [1]}', ':1: a line is a text in quotes, or has "prompt" or "tokens"'),
