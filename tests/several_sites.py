@@ -57,7 +57,7 @@ class SitesOfARun:
     def __post_init__(self) -> None:
         run_file = self.folder.write_run(steps=self.steps, processes=1)
         text = run_file.read_text().replace("microbatch=2,", f"microbatch=2,sync={self.word},")
-        text = text.replace("lr = 1e-2", "lr = 1e-2\neps = 1e-6")  # rounding must not decide where gradients are nearly 0
+        text = text.replace("lr = 1e-2", "lr = 1e-2\neps = 1e-6")  # rounding must not decide a step
         text += "\n[sync]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in self.keys.items())
         for name in self.names:
             text += f'\n[[sites]]\nname = "{name}"\n'
