@@ -268,7 +268,3 @@ class Lane:
         """Let the allocator not give the tensor's memory away before what now is in the lane has used it."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
-
-    def clear(self) -> None:
-        """Forget the sums that are on their way."""
-        self._queue.clear()
