@@ -11,11 +11,12 @@ from typing import Any
 
 MASK = "***"
 CREDENTIALS_PROBLEM = "it holds credentials, which would be written to run.toml. Leave them out of the URL and give "
-CREDENTIALS_REMEDY = (
-    f"{CREDENTIALS_PROBLEM}them by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_SAS_TOKEN, ETCDCTL_USER and ETCDCTL_PASSWORD, ...) or in "
-    "~/.config/fsspec/conf.json; what a signed link leads to, download first"
+CREDENTIALS_OF_STORES = (
+    "them by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
+    "AZURE_STORAGE_SAS_TOKEN, ETCDCTL_USER and ETCDCTL_PASSWORD, ...) or in ~/.config/fsspec/conf.json; what a signed "
+    "link leads to, download first"
 )
+CREDENTIALS_REMEDY = f"{CREDENTIALS_PROBLEM}{CREDENTIALS_OF_STORES}"
 
 # One slash: of a URL that was taken for a path. A chained URL (zip://x::https://y) is several.
 # It begins where no letter of a scheme is before it, so that a long text without URLs is looked at once.

@@ -28,7 +28,7 @@ from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from argosy.credentials import CREDENTIALS_PROBLEM, CREDENTIALS_REMEDY, has_credentials
+from argosy.credentials import CREDENTIALS_OF_STORES, CREDENTIALS_PROBLEM, has_credentials
 
 _PARSES = threading.Lock()
 """Python 3.11 counts the depth of all threads' syntax trees in one place: SystemError (python/cpython#106905)."""
@@ -102,8 +102,8 @@ class Section(BaseModel):
         hide_input_in_errors=True,
     )
 
-    # How credentials of this table are given, as the words after "give"; empty: as those of stores.
-    give_credentials: ClassVar[str] = ""
+    # How credentials of this table are given, as the words after "give".
+    give_credentials: ClassVar[str] = CREDENTIALS_OF_STORES
 
     @field_validator("*")
     @classmethod
@@ -111,9 +111,7 @@ class Section(BaseModel):
         """A run file is written to the run's folder, and what it says to logs and manifests."""
         texts = value if isinstance(value, tuple | dict) else [value]
         if any(isinstance(text, str | Path) and has_credentials(str(text)) for text in texts):
-            raise ValueError(
-                f"{CREDENTIALS_PROBLEM}{cls.give_credentials}" if cls.give_credentials else CREDENTIALS_REMEDY
-            )
+            raise ValueError(f"{CREDENTIALS_PROBLEM}{cls.give_credentials}")
         return value
 
     def with_keys(self, **values: Any) -> Self:
