@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.errors import UserError
+from argosy.errors import ArgosyWarning, UserError
 from argosy.sweep.load import Sweep, load_sweep
 
 RUN = """
@@ -124,3 +124,10 @@ def test_what_is_learned_may_decide_early(tmp_path: Path, metric: str) -> None:
 def test_the_example_is_a_sweep() -> None:
     example = Path(__file__).parents[2] / "examples" / "sweeps" / "learning-rate.toml"
     assert load_sweep(example).config.method == "halving"
+
+
+def test_a_parameter_that_no_trial_reads_is_told(tmp_path: Path) -> None:
+    momenta = "[parameters]\noptimizer.momentum = [0.5, 0.9]\n"
+    with pytest.warns(ArgosyWarning, match=r'lr\.toml:2: optimizer\.momentum = 0\.5 has no effect .*\.kind = "adamw"'):
+        sweep_of(tmp_path, momenta)
+    sweep_of(tmp_path, f'{momenta}optimizer.kind = ["adamw", "muon"]\n')

@@ -23,6 +23,7 @@ import tyro
 from pydantic.fields import FieldInfo
 from typing_extensions import Doc
 
+from argosy.config.idle import load_told
 from argosy.config.layers import RENAMED, Setting, Source, new_key
 from argosy.config.load import OPTION_MARK, build, load, origin_of
 from argosy.config.problems import ELSEWHERE, suggestion
@@ -176,7 +177,7 @@ def parse_run(
     if any(word in HELP_OPTIONS for word in rest):
         _show_essential(prog + RUN_ARGUMENT, extra, run, about, [key for key in ESSENTIAL if dotted(key) not in idle])
     options, overrides = _parse(_helped(rest), prog + RUN_ARGUMENT, extra, run, about)
-    return options, load(source, overrides, overrides_mark=OPTION_MARK)
+    return options, load_told(source, overrides)
 
 
 def origin(argv: list[str], key: str) -> str:
@@ -402,8 +403,7 @@ def _words(value: object) -> Any:
 def _changes(before: Any, after: Any, config: Section, typed: Collection[Key], above: Key = ()) -> Any:
     """Yield (dotted key, value) for each leaf of the form that was typed (positional: that has changed)."""
     for name, info in type(config).model_fields.items():
-        value = getattr(config, name)
-        old, new = getattr(before, name, None), getattr(after, name, None)
+        value, old, new = getattr(config, name), getattr(before, name, None), getattr(after, name, None)
         if isinstance(value, Section):
             yield from _changes(old, new, value, typed, (*above, name))
         elif old != new or (*above, name) in typed:

@@ -45,6 +45,8 @@ RUN_FILE = "run.toml"
 MAX_SEQ_LEN_PATH: Key = ("model", "max_seq_len")
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
+NOWHERE = "default"
+"""The origin of a value that nobody gave."""
 MOST_PROBLEMS = 20
 """Most wrong keys and values that one message names: to look for what was meant takes time."""
 _NO_DEFAULT = "default_factory_not_called"
@@ -104,7 +106,7 @@ def origin_of(source: str | Path | None, key: str, options: Collection[str] = ()
     path = preset or run_file(str(source))
     layer = file_layer(path, path.name if preset else str(path), path.absolute().parent)
     entry = layer.get(key_of(key))
-    return entry.source.place(key_of(key)).text.removesuffix(": ") if entry else "default"
+    return entry.source.place(key_of(key)).text.removesuffix(": ") if entry else NOWHERE
 
 
 def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Setting] = MappingProxyType({})) -> SectionT:

@@ -50,7 +50,7 @@ class OptimizerConfig(Section):
     momentum: Beta = 0.95
     """muon: decay of the momentum."""
     eps: PositiveFloat = 1e-8
-    """adamw: added to the root of the second moment."""
+    """adamw, also that beside muon: added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, on matrices only (not on norms, biases)."""
     state: Literal["fp32", "int8"] = "fp32"

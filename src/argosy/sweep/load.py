@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from argosy.config.idle import idle_keys
 from argosy.config.layers import Source, file_layer, new_key, override_layer, run_layer, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build, load_layers, run_preset
@@ -23,7 +26,7 @@ from argosy.config.load import run_file as existing_run_file
 from argosy.config.problems import KeyPlace, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, dotted, flatten, key_fields, key_of, nest, sections, value_type
-from argosy.errors import UserError, near_names
+from argosy.errors import ArgosyWarning, UserError, near_names
 from argosy.files import expanded
 from argosy.plan.search.auto import check_written
 from argosy.sweep.config import Range, SweepConfig
@@ -207,6 +210,7 @@ def load_sweep(path: Path) -> Sweep:
     _check_metric(sweep, source)
     _check_method(sweep, source)
     _check_combinations(sweep)
+    _warn_of_idle_parameters(sweep)
     return sweep
 
 
@@ -388,6 +392,17 @@ def _check_combinations(sweep: Sweep) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def _warn_of_idle_parameters(sweep: Sweep) -> None:
+    """Warn of each parameter that none of a few combinations reads: trials that differ in it alone are the same."""
+    found = []
+    for values in some_combinations(sweep.parameters):
+        with suppress(UserError):  # keys that do not go together, beside others that do
+            found.append(dict(idle_keys(sweep.run_of(values))))
+    for key, place in sweep.places.items():
+        if found and all(key in idle for idle in found):
+            warnings.warn(f"{place}{found[0][key]}", ArgosyWarning, stacklevel=1)
 
 
 def check_run(run: RunConfig, place: str) -> None:
