@@ -129,3 +129,16 @@ def test_a_run_that_has_failed_is_told_by_any_server(run: RunConfig, server: Ope
         first.turn()
     with pytest.raises(RunFailed, match="server-2: no gradient was finite"):
         asked.result()
+
+
+@pytest.mark.parametrize("is_bad", [False, True], ids=["gradient", "bad gradient"])
+def test_a_gradient_is_not_wanted_where_the_servers_have_ended_with_the_run(
+    run: RunConfig, tmp_path: Path, vectors: list[F32], is_bad: bool
+) -> None:
+    run = run.with_keys(sync={"patience_s": 0.1})
+    layout = ServerLayout(run.model_copy(update={"site": "A"}))
+    late = client.Client(layout, keys_of(run, tmp_path)[0], vectors, lambda: True)
+    task = client.WorkerTask("dealt", 0, 3, "l")
+    done = late.report_bad(task, "inf") if is_bad else late.deliver(task, vectors, [1.0], [1.0])
+    assert done.result(20.0).update is None
+    late.close()

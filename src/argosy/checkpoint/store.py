@@ -152,6 +152,14 @@ def saved_step(run_dir: Path) -> int:
     return max((checkpoint.step for checkpoint in committed(run_dir)), default=0)
 
 
+def not_saved(run_dir: Path, step: int, error: str) -> StorageError:
+    """Return what a run ends with whose last state could not be saved; error: why."""
+    return StorageError(
+        f"{run_dir}: the state after step {step} could not be saved ({error}). Mend that, and run the same command "
+        "again to go on from the newest checkpoint."
+    )
+
+
 def how_to_go_on(run_dir: Path) -> str:
     """Return a sentence on how to go on with a run that ended before its last step."""
     checkpoints = committed(run_dir)

@@ -12,7 +12,7 @@ from argosy.config.load import RUN_FILE, load
 from argosy.config.observe import ObserveConfig
 from argosy.config.schema import RunConfig
 from argosy.config.sync import server_name, server_number
-from argosy.errors import Interrupted, RunFailed, UserError, counted
+from argosy.errors import Interrupted, RunFailed, UserError, counted, error_of
 from argosy.extend.loading import approve
 from argosy.faults import RUN_DIR
 from argosy.files import make_folder
@@ -242,8 +242,7 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
         server.keep()
         server.wait(SIGNAL_LOOK_S)
     if last[0]["kind"] == "failed":
-        error = UserError if last[0]["code"] == UserError.exit_code else RunFailed
-        raise error(last[0]["text"])
+        raise error_of(last[0]["code"], last[0]["text"])
     if not last[0]["finished"]:
         state = "its state is saved" if last[0]["saved"] else "the run goes back to its newest checkpoint"
         raise Interrupted(f"{state}; the same command goes on", stop.number or signal.SIGTERM)

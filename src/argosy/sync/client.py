@@ -108,12 +108,12 @@ class Client:
 
         `update` of the result is None if it was not wanted any more.
         """
-        return self._submit(lambda: self._deliver(task, gradients, losses, norms))
+        return self._submit(lambda: self._wanted(lambda: self._deliver(task, gradients, losses, norms)))
 
     def report_bad(self, task: WorkerTask, why: str) -> Future[say.Committed]:
         """Tell that no gradient can be computed from a task's samples."""
         bad = say.BadGradient(ask=self._number(), lease=task.lease, why=why)
-        return self._submit(lambda: self._answer(bad, say.Committed))
+        return self._submit(lambda: self._wanted(lambda: self._answer(bad, say.Committed)))
 
     def report_score(self, version: int, loss: float | None, bits_per_byte: float | None) -> None:
         """Tell how good the weights of a version are; None without held-out text."""
@@ -177,7 +177,8 @@ class Client:
     def _take(self, name: str) -> tuple[FromPart, bytes] | None:
         """Wait a little for a server's next message; None if none has come.
 
-        Raises: WorkerStopped, UserError, RunFailed.
+        Raises: WorkerStopped, UserError, RunFailed; ServersGone if it is silent for `sync.patience_s`, and the run is
+        finished.
         """
         if not self._inbox[name]:
             self._turn(WAIT_S)
@@ -188,7 +189,11 @@ class Client:
                 raise UserError(f"{who}: {why}")
         if self._failure:
             raise RunFailed(self._failure)
-        return self._inbox[name].popleft() if self._inbox[name] else None
+        if self._inbox[name]:
+            return self._inbox[name].popleft()
+        if time.monotonic() - self._links.heard_s[name] > self._layout.run.sync.patience_s and self._is_finished():
+            raise ServersGone
+        return None
 
     def _waits(self, name: str, why: str = "") -> None:
         """Tell the user of a server that has been silent for long, or what it said why one has to wait."""
@@ -204,7 +209,7 @@ class Client:
     def _answer(self, question: say.NumberedMessage, kind: type[Answer]) -> Answer:
         """Ask the first server, again on each new connection, and return its answer, which is of `kind`.
 
-        Raises: ServersGone if a task is asked for, none answers for `sync.patience_s`, and the run is finished.
+        Raises: as `_take`.
         """
         name, said_on, why = self._names[0], 0, ""
         while True:
@@ -213,10 +218,6 @@ class Client:
                 self._links.tell(name, question)
             self._waits(name, why)
             found = self._take(name)
-            silent_s = time.monotonic() - self._links.heard_s[name]
-            is_given_up = kind is say.NextTask and silent_s > self._layout.run.sync.patience_s
-            if found is None and is_given_up and self._is_finished():
-                raise ServersGone
             if found is None or not isinstance(found[0], say.NumberedMessage) or found[0].ask != question.ask:
                 continue
             if isinstance(found[0], kind):
@@ -232,13 +233,12 @@ class Client:
             ask = say.AskForWork(ask=self._number())
             try:
                 task = self._answer(ask, say.NextTask)
-            except ServersGone:
-                return WorkerTask("run_is_over", self._layout.updates)
-            if isinstance(task, say.RunIsOver):
-                return WorkerTask(task.kind, task.version)
-            try:
+                if isinstance(task, say.RunIsOver):
+                    return WorkerTask(task.kind, task.version)
                 for number in range(self._layout.servers):
                     self._pull(number, task.generation, task.version)
+            except ServersGone:
+                return WorkerTask("run_is_over", self._layout.updates)
             except WorkRevoked:
                 continue
             self.waits_for = ""
@@ -269,6 +269,14 @@ class Client:
                 raise RunFailed(f"{name} sent {len(data)} bytes of weights for another place")
             vector[message.at : message.at + len(data)] = np.frombuffer(data, np.uint8)
             missing.discard(message.at)
+
+    @staticmethod
+    def _wanted(commit: Callable[[], say.Committed]) -> say.Committed:
+        """Return what the servers answer; that it was not wanted, if they have ended with the run."""
+        try:
+            return commit()
+        except ServersGone:
+            return say.Committed(ask=0, update=None)
 
     def _deliver(
         self, task: WorkerTask, gradients: Sequence[F32], losses: Sequence[float], norms: Sequence[float]

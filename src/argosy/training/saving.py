@@ -16,7 +16,8 @@ from argosy.accelerator import forget_peak_memory
 from argosy.checkpoint.exchange import travels
 from argosy.checkpoint.memory import MemoryCheckpointer, memory_folder
 from argosy.checkpoint.shards import box_bytes
-from argosy.errors import Retryable, RunFailed, StorageError
+from argosy.checkpoint.store import not_saved
+from argosy.errors import Retryable, RunFailed
 from argosy.parallel.world import give_back_freed_memory
 from argosy.plan.cost.economy import HOST_COPY_BYTES_PER_S, memory_checkpoint_interval_s
 from argosy.training.bad_steps import BAD_STEPS_REMEDY, MOST_REWINDS, BadStepCounts, BadStepPolicy
@@ -306,10 +307,7 @@ class Saving:
         error = self._checkpointer.finish(self._state)
         self._parts.heartbeat.has_written(self._checkpointer.written_bytes)
         if error:
-            raise StorageError(
-                f"{self._parts.run_dir}: the state after step {self._state.step} could not be saved ({error}). Mend "
-                "that, and run the same command again to go on from the newest checkpoint."
-            )
+            raise not_saved(self._parts.run_dir, self._state.step, error)
         return self._checkpointer.last_save_s > before_s
 
     def close(self) -> None:

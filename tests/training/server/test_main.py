@@ -17,12 +17,15 @@ import pytest
 
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
+from argosy.errors import StorageError
+from argosy.faults import FAULTS_VARIABLE
 from argosy.observe.events import read_lines
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
 from argosy.sync.ledger import UpdateLedger
 from argosy.sync.messages import framed
+from argosy.training.server import main
 from argosy.training.server.main import ParameterServer
 from argosy.training.server.shard import ServerShard
 from parameter_servers import Peer, asynchronous, serving, work
@@ -139,3 +142,41 @@ def test_servers_that_are_to_end_have_the_ledger_on_the_disk_before_they_save(
     server.serve(lambda: True)
     server.close()
     assert done == ["ledger", "checkpoint"]
+
+
+def test_a_server_that_is_to_end_before_the_first_one_has_spoken_has_nothing_to_save(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = asynchronous(corpus, 2)
+    save_run(run, tmp_path / "run.toml")
+    monkeypatch.setattr(main, "FIRST_SERVER_WORD_S", 0.0)
+    server = ParameterServer(run, tmp_path, 1)
+    assert not server.serve(lambda: True) and server.is_alone
+    server.close()
+
+
+def test_a_server_that_has_missed_the_first_one_s_last_word_ends_where_it_sees_the_last_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = asynchronous(corpus, 2, sync={"patience_s": 0.1})
+    save_run(run, tmp_path / "run.toml")
+    saved = iter([3, run.train.steps])
+    monkeypatch.setattr(main, "saved_step", lambda run_dir: next(saved, run.train.steps))
+    server = ParameterServer(run, tmp_path, 1)
+    assert server.serve(lambda: False) and not server.is_alone
+    server.close()
+
+
+def test_a_run_whose_last_state_cannot_be_saved_has_not_finished(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = asynchronous(corpus)
+    save_run(run, tmp_path / "run.toml")
+    monkeypatch.setenv(FAULTS_VARIABLE, "enospc@save")
+    server = ParameterServer(run, tmp_path, 0)
+    server._shard.version = run.train.steps
+    with pytest.raises(StorageError, match=f"after step {run.train.steps} could not be saved .*No space left"):
+        server.serve(lambda: True)
+    server.close()
+    finish = list(read_lines(tmp_path / "events/server-1.jsonl"))[-1]
+    assert (finish["event"], finish["exit_code"], finish["finished"]) == ("finish", StorageError.exit_code, False)

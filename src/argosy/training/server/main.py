@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from argosy.checkpoint.store import not_saved, saved_step
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.config.sync import server_name
@@ -80,6 +81,7 @@ class ParameterServer:
         self._untold: dict[str, list[WireRecord]] = {}
         """Messages for the other servers, to be sent once they are connected."""
         self._is_over = False
+        self._looked_s = 0.0
         self.is_alone = False
         """True if it was to end, and the first server did not say so: the newest checkpoint is all that is saved."""
         data = open_data(run.data, run.seed, run.train.batches)
@@ -106,7 +108,7 @@ class ParameterServer:
 
         late_s: `LATE_S`.
 
-        Returns True if the run is over. Raises: RunFailed.
+        Returns True if the run is over. Raises: RunFailed; StorageError if the state cannot be saved.
         """
         over_s = end_s = 0.0
         while not self._is_over:
@@ -116,6 +118,8 @@ class ParameterServer:
                 over_s = over_s or now
                 is_told = self._leader.is_done and (not self._leader.is_expecting or now - over_s > late_s)
                 self._is_over = is_told or now - over_s > LAST_S
+            elif self._leader is None:
+                self._is_over |= self._has_missed_the_end(now)
             if is_ending():
                 end_s = end_s or now
                 # The first server says at which version all save; by itself another one can save nothing whole.
@@ -126,14 +130,30 @@ class ParameterServer:
             for name in self._layout.addresses:
                 if name != self._name:
                     self._tell_server(name, say.Finish())
-        self._shard.save()
-        self._shard.close(wait=True)
-        is_over = self._shard.version >= self._layout.updates
+        error = self._shard.save_last()
+        is_over = self._shard.version >= self._layout.updates or self._is_saved
+        code, why = (0, "all updates are made") if is_over else (128 + signal.SIGTERM, "it was asked to stop")
+        failure = not_saved(self._run_dir, self._layout.step_of(self._shard.version), error) if error else None
+        if failure is not None:
+            code, why = failure.exit_code, str(failure)
         if self._leader is not None:
-            why = "all updates are made" if is_over else "it was asked to stop"
-            code = 0 if is_over else 128 + signal.SIGTERM
-            self._events.write("finish", exit_code=code, finished=is_over, why=why)
+            self._events.write("finish", exit_code=code, finished=not code, why=why)
+        if failure is not None and not self.is_alone:
+            raise failure
         return is_over
+
+    @property
+    def _is_saved(self) -> bool:
+        """True if the run's last checkpoint is there."""
+        return saved_step(self._run_dir) >= self._run.train.steps
+
+    def _has_missed_the_end(self, now: float) -> bool:
+        """Return True if the first server is gone, and the run's last checkpoint is there: its last word was lost."""
+        silent_s = now - max(self._links.heard_s[FIRST_SERVER], self._looked_s)
+        if silent_s < self._run.sync.patience_s:
+            return False
+        self._looked_s = now
+        return self._is_saved
 
     def turn(self, timeout_s: float = SERVER_TURN_S) -> None:
         """Take what has come, and look after what has to be done. Raises: RunFailed."""

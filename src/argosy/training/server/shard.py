@@ -224,13 +224,22 @@ class ServerShard:
         if self._saver is not None:
             self._saver.poll()
 
-    def close(self, wait: bool = False) -> None:
-        """Let go of the process that writes checkpoints; `wait`: once all are written and read back."""
+    def save_last(self) -> str | None:
+        """Write this server's part, read it back, and let go of the process that does; return why that failed, or None.
+
+        Before the first server has said where to begin there is nothing to write.
+        """
+        if self._saver is None:
+            return None
+        self.save()
+        self._saver.close()
+        error, self._saver = self._saver.last_error, None
+        return error
+
+    def close(self) -> None:
+        """Let go of the process that writes checkpoints, whatever it does."""
         if self._saver is not None:
-            if wait:
-                self._saver.close()
-            else:
-                self._saver.abandon()
+            self._saver.abandon()
             self._saver = None
 
     def _parts(self) -> dict[Box, Tensor]:
