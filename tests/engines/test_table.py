@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from argosy.config.launch import LaunchOptions
+from argosy.config.launch import LaunchOptions, ProgramEngine
 from argosy.engines.local import Local
 from argosy.engines.record import LaunchedJob
 from argosy.engines.table import ENGINES, engine_for_programs
@@ -30,6 +30,10 @@ def test_what_an_engine_does_not_do_is_refused(asked: dict[str, Any], message: s
     with pytest.raises(UserError) as refused:
         engine_for_programs("workers", LaunchOptions(**asked), CALLED)
     assert str(refused.value) == message
+
+
+def test_commands_that_start_programs_offer_the_engines_that_do() -> None:
+    assert {*get_args(ProgramEngine)} == {name for name, engine in ENGINES.items() if engine.starts_programs}
 
 
 def test_slurm_that_is_not_there_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

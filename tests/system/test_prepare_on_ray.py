@@ -87,6 +87,6 @@ def test_no_cluster_and_options_of_slurm_are_refused(texts: Folder, running: Clu
     refused = texts.argosy(*WORDS, "--out", "out", "--on", "ray", "--processes", "3", code=2)
     assert "--on ray: no cluster of Ray answers at 127.0.0.1:9" in refused
     refused = texts.argosy(*WORDS, "--out", "out", "--on", "kubernetes", "--processes", "3", code=2)
-    assert "workers of `prepare` are not supported there. Choose one of: local, ray, slurm" in refused
+    assert "Expected one of ('slurm', 'ray', 'local')" in refused
     refused = texts.argosy(*WORDS, "--out", "out", "--address", running.address, code=2)
     assert "--on local: --address has no meaning" in refused

@@ -31,7 +31,7 @@ from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse_section
 from argosy.config.data import DataConfig, PrepareConfig, by_option
 from argosy.config.extend import ExtendConfig
-from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
+from argosy.config.launch import ClusterOptions, LaunchOptions, ProgramEngine
 from argosy.config.layers import Setting, Source
 from argosy.config.load import OPTION_MARK, build
 from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError, signals_to
@@ -52,7 +52,7 @@ class _PrepareOptions:
     """The input is one folder of Megatron .bin/.idx shards: write a manifest for it, copy nothing."""
     extend: tuple[Path, ...] = ()
     """Python files with sources of your own, for input such as source:NAME."""
-    on: EngineName = "local"
+    on: ProgramEngine = "local"
     """Engine that runs the workers; all machines must see --out, and the input where it is not a URL."""
     cpus: int = 1
     """slurm, ray: CPUs of each worker."""

@@ -23,7 +23,7 @@ import tyro
 
 from argosy.cli.documents import DryRun, answer, show_dry_run
 from argosy.cli.options import PrintJson, parse
-from argosy.config.launch import ClusterOptions, EngineName
+from argosy.config.launch import ClusterOptions, ProgramEngine
 from argosy.errors import RunFailed, UserError
 from argosy.observe.terminal import lasting_output
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class _SweepOptions:
     sweep: Annotated[Path, tyro.conf.Positional]
     """The sweep file."""
-    on: EngineName = "local"
+    on: ProgramEngine = "local"
     """Engine that runs the trials."""
     sweep_dir: Path | None = None
     """The sweep's folder; sweeps/NAME if not given."""

@@ -172,6 +172,8 @@ class LeaseUrl:
 
 
 EngineName = Literal["slurm", "kubernetes", "ray", "ssh", "local"]
+ProgramEngine = Literal["slurm", "ray", "local"]
+"""Those that start programs, each on one machine: workers of `argosy prepare`, trials of a sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)
