@@ -9,7 +9,7 @@ import tyro
 
 from argosy import cli
 from argosy.cli import compare, generate
-from argosy.cli.options import ESSENTIAL, fitted, parse, parse_run, parse_section
+from argosy.cli.options import ESSENTIAL, must_be_folder, parse, parse_run, parse_section
 from argosy.config.data import PrepareConfig
 from argosy.config.load import load
 from argosy.config.section import Count, WholeCount, dotted
@@ -211,16 +211,6 @@ def test_help_fits_two_screens_of_80_columns(command, capsys, monkeypatch):
     assert max(map(len, lines)) <= 80
 
 
-def test_the_text_above_the_options_is_filled_and_a_command_is_not_broken():
-    command = "  argosy " + "word " * 20 + "end"
-    above = f"One two `argosy config\nshow` three. {'more ' * 30}"
-    text = f"{above}\n\nExamples:\n{command}\n  argosy x    does {'this ' * 15}"
-    lines = fitted(text, 60).splitlines()
-    assert lines[0] == "One two `argosy config show` three. more more more more more"
-    assert command in lines and "  argosy x" in lines
-    assert max(len(line) for line in lines if line != command) <= 60
-
-
 def test_a_section_can_be_the_options_of_a_command():
     argv = ["a.txt", "b/*", "--vocab-size", "300", "--json"]
     extra, section = parse_section(argv, "argosy test", Extra, Prepare)
@@ -247,3 +237,12 @@ def test_a_command_without_a_run_has_its_own_options():
         parse(["--jsn"], "argosy test", Extra)
     with pytest.raises(UserError, match="--gpus: unknown option; there are: "):
         parse(["--gpus", "8"], "argosy test", Extra)
+
+
+def test_a_url_where_a_folder_is_read_is_told_from_a_folder_that_is_not_there(tmp_path: Path):
+    must_be_folder(tmp_path)
+    must_be_folder("hf://owner/name", or_url=True)
+    with pytest.raises(UserError, match=f"^{tmp_path}/none: no such folder.$"):
+        must_be_folder(tmp_path / "none", or_url=True)
+    with pytest.raises(UserError, match=r"^hf://owner/name: a URL, and this reads a folder\. .*checkpoint import"):
+        must_be_folder(Path("hf://owner/name"))

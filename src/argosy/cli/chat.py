@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import ModelPath, ModelPlan, Temperature, TopP, TrustCode, must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, Temperature, TopP, TrustCode, must_be_folder, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.inference.sampling import Finish, Sampling
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv, "argosy chat", Options)
     sampling = Sampling(options.max_tokens, options.temperature, options.top_p, options.seed)
     sampling.check(lambda key: f"--{key.replace('_', '-')}")
-    must_be_folder_or_url(options.path)
+    must_be_folder(options.path, or_url=True)
     with told_if_long("argosy chat: loading the model"):
         from argosy.inference.loaded_model import ChatModel, load_model
 

@@ -35,7 +35,6 @@ from argosy.cli.options import (
     about_action,
     act,
     must_be_folder,
-    must_be_folder_or_url,
     parse,
 )
 from argosy.data.stores.model_folder import ExportDtype, ExportFormat, GgufType, refuse_existing
@@ -349,7 +348,7 @@ def _import(argv: list[str]) -> int:
     an adapter in PEFT's format.
     """
     options = parse(argv, "argosy checkpoint import", ImportOptions, about_action(_import))
-    must_be_folder_or_url(options.folder)
+    must_be_folder(options.folder, or_url=True)
     if options.dry_run:
         return _would_write(options)
     with Progress(enabled=True).during(f"importing {options.folder}"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from argosy.cli.documents import answer
-from argosy.cli.options import ModelPath, ModelPlan, must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, must_be_folder, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.inference.plans import plan_named
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
     plan = plan_named(options.plan)
-    must_be_folder_or_url(options.path)
+    must_be_folder(options.path, or_url=True)
     of_text = (options.data, options.split, options.max_tokens)
     if options.tasks and of_text != (None, "validation", TOKENS_SCORED):
         raise UserError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from argosy.cli.documents import write
-from argosy.cli.options import ModelPath, ModelPlan, Temperature, TopP, TrustCode, must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, Temperature, TopP, TrustCode, must_be_folder, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.files import json_of, read_at_most
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     if options.prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: give one of them.")
     plan = plan_named(options.plan)
-    must_be_folder_or_url(options.path)
+    must_be_folder(options.path, or_url=True)
     asked = [{"prompt": options.prompt}] if options.prompts is None else read_prompts(options.prompts)
     with ExitStack() as held:
         with told_if_long("argosy generate: loading the model"):

@@ -1,21 +1,18 @@
 """The command line of one command: its own options, every key of the run as one more, and its `--help`.
 
-tyro parses, and draws the table of the help; the text above it is ours. The values of keys go to `argosy.config` as
+The values of keys go to `argosy.config` as
 they were typed, so that a file and the command line are checked by the same rules and answered in the same words."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import shutil
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import MISSING, field, fields, make_dataclass
+from contextlib import suppress
+from dataclasses import field, fields, make_dataclass
 from functools import reduce
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -23,6 +20,7 @@ import tyro
 from pydantic.fields import FieldInfo
 from typing_extensions import Doc
 
+from argosy.cli.parser import HELP_OPTIONS, RUN_ARGUMENT, described, explained, fitted, no_hint, unknown_options
 from argosy.config.idle import load_told
 from argosy.config.layers import RENAMED, Setting, Source, new_key
 from argosy.config.load import OPTION_MARK, build, load, origin_of
@@ -34,101 +32,11 @@ from argosy.errors import ArgosyWarning, UserError
 if TYPE_CHECKING:
     from argosy.watch.reader import RunReader
 
-LOOKS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-"""Show an optional option by its type alone: PATH, not {None}|PATH; and a flag without its opposite."""
-TEXT = "@text@"
-"""Stands for the text above the options while tyro writes its help: it would take out the breaks of its lines."""
-
-HELP_OPTIONS = ("-h", "--help")
 HELP_ALL = "--help-all"
 """The word that asks for the options of all keys."""
 OTHER_OPTIONS = f"""\
 Every other key of a run is an option too: {HELP_ALL} shows all of them, `argosy config show [RUN]` shows them with the
 values in force."""
-UNBROKEN = "\N{NO-BREAK SPACE}"
-REMARK = re.compile(r"^(  \S.*?)\s{2,}(\S.*)$")
-"""A line of an example: the command, and what it does."""
-
-
-def fitted(text: str, width: int | None = None) -> str:
-    """Return the text in lines of at most `width` characters (default: the terminal's).
-
-    Paragraphs are filled anew. Indented lines, the examples, keep their breaks: of one that is too long, what it does
-    comes into a line of its own, and a command is never broken.
-    """
-    width = width or shutil.get_terminal_size().columns
-    return "\n\n".join(_paragraph(part, width) for part in text.strip().split("\n\n"))
-
-
-def _paragraph(text: str, width: int) -> str:
-    lines = text.split("\n")
-    if not any(line.startswith(" ") for line in lines):
-        whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", UNBROKEN), " ".join(lines))
-        return textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False).replace(UNBROKEN, " ")
-    if max(map(len, lines)) <= width:
-        return text
-    return "\n".join(_example(line, width) for line in lines)
-
-
-def _example(line: str, width: int) -> str:
-    if len(line) <= width or not (parts := REMARK.match(line)):
-        return line
-    remark = textwrap.fill(parts[2], width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
-    return f"{parts[1]}\n{remark}"
-
-
-class _Terminal(StringIO):
-    """Text that is written as the terminal can show it: in colour, with lines around tables."""
-
-    encoding = getattr(sys.__stdout__, "encoding", "utf-8")
-
-    def isatty(self) -> bool:
-        return sys.__stdout__ is not None and sys.__stdout__.isatty()
-
-
-def described(options: type, prog: str, about: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return the parsed `options` and the words that they do not take. Raises: SystemExit after --help."""
-    if not any(word in HELP_OPTIONS for word in argv):
-        return _parsed(options, prog, argv)
-    written = _Terminal()
-    try:
-        with redirect_stdout(written):
-            return _parsed(options, prog, argv)
-    finally:
-        print(written.getvalue().replace(TEXT, fitted(about)), end="")
-
-
-def explained(options: type) -> type:
-    """Return a form like the dataclass `options`, to be shown: its texts are whole lines, and nothing is no default."""
-    texts, types = meanings(options), get_type_hints(options, include_extras=True)
-    parts: list[tuple[str, Any, Any]] = []
-    for part in fields(options):
-        text = " ".join(texts[part.name].split()) if part.name in texts else None  # its type has one: RunPath, ...
-        about = tyro.conf.arg(help=text, help_behavior_hint=no_hint(part.default))
-        default = {} if part.default is MISSING else {"default": part.default}
-        parts.append((part.name, Annotated[types[part.name], about], field(**default)))
-    return make_dataclass(options.__name__, parts, kw_only=True)
-
-
-def no_hint(default: object) -> str | None:
-    """Return an empty hint for a default that would tell nothing; None: the default is shown."""
-    return "" if default in (None, False, (), {}, "") else None
-
-
-def _parsed(options: type, prog: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return what tyro parses. Raises: UserError for what it would print in a box; SystemExit after --help."""
-    box = StringIO()
-    try:
-        with redirect_stderr(box):
-            return tyro.cli(options, prog=prog, description=TEXT, args=argv, return_unknown_args=True, config=LOOKS)
-    except SystemExit as end:
-        if not end.code:
-            raise
-    lines = re.findall(r"^│ (.*?) *│$", box.getvalue().partition("│ ──")[0], re.M)
-    text = re.sub(r"\n {4}(\S.*)\n {8}", r"\n  \1: ", "\n".join(lines))  # an option, and what it means
-    text = re.sub(r"\n {8}", " ", text).replace(" (required)", "")
-    raise UserError(f"{text or 'the options are wrong.'}\n  All options: {prog.removesuffix(RUN_ARGUMENT)} --help")
-
 
 RunPath = Annotated[Path, tyro.conf.Positional, Doc("A run's folder.")]
 ModelPath = Annotated[str, tyro.conf.Positional, Doc(
@@ -156,7 +64,6 @@ ESSENTIAL: tuple[Key, ...] = tuple(map(key_of, (
 ExtraT = TypeVar("ExtraT")
 SectionT = TypeVar("SectionT", bound=Section)
 
-RUN_ARGUMENT = " [RUN]"
 NONE = "none"
 """The word on the command line for a key that TOML would leave out."""
 
@@ -204,7 +111,11 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
     found: ExtraT
     argv = _with_plain_counts(_helped(argv), options)
     form = explained(options) if any(word in HELP_OPTIONS for word in argv) else options
-    found, unknown = described(form, prog, about or _description(options), argv)
+    try:
+        found, unknown = described(form, prog, about or _description(options), argv)
+    except UserError:
+        _refuse(unknown_options(options, prog, argv), prog, options, Section)
+        raise
     _refuse(unknown, prog, options, Section)
     return found
 
@@ -294,8 +205,9 @@ def _parse(
 def _side_by_side(extra: Callable[[], Any], run: Callable[[], Any]) -> type:
     """Return the form whose options are those of both, without a prefix."""
     forms = {"extra": extra, "run": run}
-    flat = tyro.conf.arg(name="")
-    parts = [(name, Annotated[form, flat], field(default_factory=form)) for name, form in forms.items()]
+    parts = [
+        (name, Annotated[form, tyro.conf.arg(name="")], field(default_factory=form)) for name, form in forms.items()
+    ]
     return make_dataclass("Both", parts)
 
 
@@ -327,7 +239,8 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
     for name in (word.split("=")[0] for word in unknown if word.startswith("-")):
         key = key_of(name.lstrip("-"))
         elsewhere = ELSEWHERE if schema is RunConfig else {}  # another command has no keys of a run
-        hint = "set it in the run file." if key in hidden else suggestion(key, known, OPTION_MARK, elsewhere)
+        alone = "give its value alone." if key in known and name.startswith(OPTION_MARK) else ""
+        hint = "set it in the run file." if key in hidden else alone or suggestion(key, known, OPTION_MARK, elsewhere)
         lines.append(f"{name}: {'no' if key in hidden else 'unknown'} option; {hint}")
     if unknown and not lines:
         order = ", and RUN comes first" if prog.endswith(RUN_ARGUMENT) else ""
@@ -436,15 +349,13 @@ def read_run(folder: Path) -> RunReader:
     return RunReader.read(folder)
 
 
-def must_be_folder(path: Path) -> None:
-    """Raise UserError unless `path` is a folder: before torch is imported, which takes seconds."""
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder.")
-
-
-def must_be_folder_or_url(place: str) -> None:
-    """As `must_be_folder`, for what may be a URL as well, which is looked at later."""
-    from argosy.data.stores.store import is_url  # it loads what commands without a store do without
+def must_be_folder(place: str | Path, or_url: bool = False) -> None:
+    """Raise UserError unless it is a folder, or, if so asked, a URL: before torch is imported, which takes seconds."""
+    if Path(place).is_dir():
+        return
+    from argosy.data.stores.store import is_url, spelled  # it loads what commands without a store do without
 
     if not is_url(place):
-        must_be_folder(Path(place))
+        raise UserError(f"{place}: no such folder.")
+    if not or_url:
+        raise UserError(f"{spelled(place)}: a URL, and this reads a folder. Try `argosy checkpoint import` first.")

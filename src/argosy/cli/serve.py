@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import HostAddress, ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
+from argosy.cli.options import HostAddress, ModelPath, ModelPlan, TrustCode, must_be_folder, parse
 from argosy.data.stores.store import spelled
 from argosy.errors import UserError, imported
 from argosy.observe.terminal import printable, told_if_long
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     from argosy.config.launch import is_loopback
     from argosy.watch.http import listening, new_token, token_of, url
 
-    must_be_folder_or_url(options.path)
+    must_be_folder(options.path, or_url=True)
     token = token_of(SERVE_TOKEN_VARIABLE) or ("" if is_loopback(options.host) else new_token())
     name = options.name or spelled(options.path).rstrip("/").rpartition("/")[2]
     with told_if_long("argosy serve: loading the model"):
