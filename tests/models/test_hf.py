@@ -524,6 +524,13 @@ def test_weights_in_integers_are_refused(exported):
         hf.import_folder(exported)
 
 
+@pytest.mark.parametrize("size", [2**40, 2**62, 2**64])
+def test_a_size_that_the_weights_cannot_have_is_refused_before_anything_is_computed_with_it(exported, size):
+    rewrite_config(exported, intermediate_size=size)
+    with pytest.raises(UserError, match=r"config.json: blocks.0.mlp.gate.weight would have the shape"):
+        hf.import_folder(exported)
+
+
 def test_files_that_are_missing_or_broken_are_named(exported):
     weights = exported / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

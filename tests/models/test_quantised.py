@@ -128,6 +128,33 @@ def test_a_weight_without_its_scales_is_named(fp8):
         hf.import_folder(fp8)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w["_scale_inv"].to(torch.uint16), r"_scale_inv = .U16.: scales are F32 or"),
+        (lambda w: w["_scale_inv"].long(), r"_scale_inv = .I64.: scales are F32 or"),
+        (lambda w: w[""].flatten(), r"proj.weight = \[\d+\]: only matrices are in fp8"),
+    ],
+)
+def test_fp8_of_another_kind_is_refused(fp8, change, message):
+    weights, name = load_file(fp8 / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    changed = change({"": weights[name], "_scale_inv": weights[f"{name}_scale_inv"]})
+    weights[name if changed.dtype == torch.float8_e4m3fn else f"{name}_scale_inv"] = changed
+    save_file(weights, fp8 / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        hf.import_folder(fp8)
+
+
+@pytest.mark.filterwarnings("ignore::argosy.errors.ArgosyWarning")
+def test_a_block_larger_than_any_matrix_is_one_scale(fp8):
+    weights = load_file(fp8 / "model.safetensors")
+    weights |= {name: torch.full((1, 1), 0.5) for name in weights if name.endswith("_scale_inv")}
+    save_file(weights, fp8 / "model.safetensors")
+    rewrite(fp8, {"quant_method": "fp8", "weight_block_size": [2**31 - 1, 2**31 - 1]})
+    expected = (weights["model.layers.1.mlp.up_proj.weight"].float() * 0.5).bfloat16()
+    assert torch.equal(hf.import_folder(fp8)[1]["blocks.1.mlp.up.weight"], expected)
+
+
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,

@@ -32,7 +32,7 @@ from argosy.models.hf_families import family_of
 from argosy.models.hf_family import TENSOR_NAMES
 from argosy.models.hf_layers import refuse
 from argosy.models.hf_names import Conversion, conversions_of, copies_of, their_shapes
-from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights, check_tied
+from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights, check_sizes, check_tied
 from argosy.models.quantised import Stored, WeightCompression, compressed, dequantised
 from argosy.models.tensor_file import StoredTensor, TensorToWrite, read_header, write_tensors
 from argosy.plan.mup import folded_factor
@@ -172,7 +172,7 @@ def _total(index: Mapping[str, Any]) -> object:
 def _places(tensors: Mapping[str, TensorToWrite], index: bytes | None) -> dict[str, str]:
     """Return the file of each tensor: as in the index, if it names the same ones; else by size."""
     if index is not None:
-        given = _weight_map(table_of(index, HF_INDEX), HF_INDEX)
+        given = _weight_map(index, HF_INDEX)
         if given.keys() == tensors.keys():
             return given
     numbers, file, room = dict[str, int](), 1, SHARD_BYTES
@@ -288,7 +288,9 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     if skipped := family_of(config.family).skipped:
         known = {n: w for n, w in known.items() if not n.startswith(skipped)}
     config, known = _further_of(config, known, folder)
-    conversions, shapes = conversions_of(config), _shapes(config)
+    shapes = _shapes(config)
+    check_sizes(shapes, known.values(), folder.where(HF_CONFIG))
+    conversions = conversions_of(config)
     _check_names(known.keys(), {name for conversion in conversions for name in conversion.theirs}, folder.name)
     for conversion in conversions:
         for name, shape in zip(conversion.theirs, their_shapes(conversion, shapes), strict=True):
@@ -363,9 +365,7 @@ def _files_of(folder: ModelFolder) -> tuple[list[str], dict[str, str]]:
     """Return the files with a folder's weights, and which tensor the index says is where. Raises: UserError."""
     places, files = dict[str, str](), [HF_SINGLE]
     if folder.size(HF_SINGLE) is None and folder.size(HF_INDEX) is not None:  # else it was left by an earlier save
-        places = _weight_map(
-            table_of(folder.content(HF_INDEX, MOST_CONFIG_BYTES), folder.where(HF_INDEX)), folder.where(HF_INDEX)
-        )
+        places = _weight_map(folder.content(HF_INDEX, MOST_CONFIG_BYTES), folder.where(HF_INDEX))
         files = sorted(set(places.values()))
     for file in files:
         if folder.size(file) is None:
@@ -400,9 +400,9 @@ def _header_of(folder: ModelFolder, file: str) -> dict[str, StoredTensor]:
         raise UserError(f"{folder.where(file)} is not safetensors: {error}. Download or export it again.") from None
 
 
-def _weight_map(index: Mapping[str, Any], where: str) -> dict[str, str]:
+def _weight_map(index: bytes, where: str) -> dict[str, str]:
     """Return the file of each tensor. Raises: UserError if one is not the name of a file beside the index."""
-    places = index.get("weight_map", {})
+    places = table_of(index, where).get("weight_map", {})
     if not isinstance(places, dict):
         raise UserError(f"{where}: weight_map is no table of names and files. Download it again.")
     for name in places.values():

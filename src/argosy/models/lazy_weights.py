@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -127,6 +127,18 @@ class FolderWeights(LazyWeights):
         if not self._last[1]:
             self._last = None
         return self._together(conversion, name) if tensor is None else tensor
+
+
+def check_sizes(shapes: Mapping[str, tuple[int, ...]], stored: Iterable[Stored], file: str) -> None:
+    """Raise UserError if a weight has more numbers, according to `file`, than are stored in all: a size there is wrong,
+    and may be too large to compute with."""
+    held = sum(math.prod(tensor.shape) for tensor in stored)
+    for name, shape in shapes.items():
+        if math.prod(shape) > held:
+            raise UserError(
+                f"{file}: {name} would have the shape {list(shape)}, and all weights together have {held:,} numbers. "
+                "Check the config against the weights."
+            )
 
 
 def check_tied(embedding: Stored, head: Stored, file: str) -> None:

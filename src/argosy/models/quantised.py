@@ -34,6 +34,8 @@ QUANTISE_ROWS = 4096
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of E2M1, by their bits."""
 BIAS = 127
+FP8_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+"""Dtypes of the scales of fp8."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def _of_fp8(weight: StoredTensor, scale: StoredTensor, block: tuple[int, int]) -
     """Return the numbers of a matrix in fp8. block: rows and columns of a block."""
 
     def read(first: int, count: int) -> Tensor:
-        scales = scale.read().float().repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+        scales = scale.read().float()[:, torch.arange(weight.shape[1]) // block[1]]
         out = torch.empty(count, weight.shape[1], dtype=torch.bfloat16)
         for start in range(0, count, QUANTISE_ROWS):
             end = min(start + QUANTISE_ROWS, count)
@@ -102,7 +104,7 @@ def check_quantization(settings: Mapping[str, Any], file: Path | str) -> None:
     if method != "fp8":
         refuse(file, "quantization_config", method, "only fp8 in blocks and mxfp4 are dequantised")
     block = settings.get("weight_block_size")
-    is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)
     if not is_pair or settings.get("fmt", "e4m3") != "e4m3":
         refuse(file, "quantization_config", method, "weight_block_size must give the rows and columns of e4m3 blocks")
 
@@ -120,12 +122,15 @@ def dequantised(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
             continue
         if is_fp8 and tensor.code == "F8_E4M3":
             rows, columns = settings["weight_block_size"]
-            shape = tuple(-(-n // size) for n, size in zip(tensor.shape, (rows, columns), strict=False))
-            found[name] = _of_fp8(tensor, _scales(stored, name + SCALES_FP8, tensor, shape), (rows, columns))
+            if len(tensor.shape) != 2:
+                refuse(tensor.file, name, list(tensor.shape), "only matrices are in fp8")
+            shape = tuple(-(-n // size) for n, size in zip(tensor.shape, (rows, columns), strict=True))
+            found[name] = _of_fp8(tensor, _scales(stored, name + SCALES_FP8, tensor, shape, FP8_SCALES), (rows, columns))
         elif not is_fp8 and name.endswith(BLOCKS_SUFFIX):
             if tensor.code != "U8" or len(tensor.shape) != 4 or tensor.shape[-1] != 16:
                 refuse(tensor.file, name, list(tensor.shape), "MXFP4 blocks are 16 bytes each, in four dims")
-            scales = _scales(stored, name.removesuffix(BLOCKS_SUFFIX) + SCALES_SUFFIX, tensor, tensor.shape[:-1])
+            its_scales = name.removesuffix(BLOCKS_SUFFIX) + SCALES_SUFFIX
+            scales = _scales(stored, its_scales, tensor, tensor.shape[:-1], ("U8",))
             whole = _of_mxfp4(tensor, scales)
             found[whole.name] = whole
         else:
@@ -134,12 +139,18 @@ def dequantised(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
 
 
 def _scales(
-    stored: Mapping[str, StoredTensor], name: str, weight: StoredTensor, shape: tuple[int, ...]
+    stored: Mapping[str, StoredTensor],
+    name: str,
+    weight: StoredTensor,
+    shape: tuple[int, ...],
+    codes: Collection[str],
 ) -> StoredTensor:
     if name not in stored:
         refuse(weight.file, weight.name, weight.code, f"its scales {name} are missing")
     if stored[name].shape != shape:
         refuse(stored[name].file, name, list(stored[name].shape), f"scales of {list(weight.shape)} are {list(shape)}")
+    if stored[name].code not in codes:
+        refuse(stored[name].file, name, stored[name].code, f"scales are {' or '.join(codes)}")
     return stored[name]
 
 
