@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 import uuid
 from contextlib import suppress
@@ -27,11 +28,11 @@ from argosy.cli.documents import write
 from argosy.cli.options import RunPath, parse
 from argosy.config.load import load
 from argosy.errors import UserError
-from argosy.files import atomic_write, open_regular
+from argosy.files import atomic_write, open_regular, read_at_most
 from argosy.observe.stacks import in_words
 from argosy.observe.terminal import printable
 from argosy.processes.child import wait_until
-from argosy.supervise.stack_gatherer import STACKS_FOLDER, STACKS_REQUEST, NodeStacks
+from argosy.supervise.stack_gatherer import MOST_ANSWER_BYTES, STACKS_FOLDER, STACKS_REQUEST, NodeStacks
 from argosy.sync.layout import SITES
 
 STACKS_LOOK_S = 0.1
@@ -125,8 +126,10 @@ def _answers(folder: Path, nodes: int, wait_s: float) -> list[NodeStacks]:
     wait_until(lambda: len([*folder.glob("*.json")]) >= nodes, wait_s, STACKS_LOOK_S)
     answers = []
     for path in sorted(folder.glob("*.json")):
-        with suppress(OSError, ValidationError):
-            answers.append(TypeAdapter(NodeStacks).validate_json(path.read_bytes()))
+        try:
+            answers.append(TypeAdapter(NodeStacks).validate_json(read_at_most(path, MOST_ANSWER_BYTES)))
+        except (OSError, ValidationError, UserError):
+            print(printable(f"{path} is no answer of an agent, and is left out"), file=sys.stderr)
     if not answers:
         with suppress(OSError):
             folder.rmdir()

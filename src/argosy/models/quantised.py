@@ -125,7 +125,9 @@ def dequantised(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
             if len(tensor.shape) != 2:
                 refuse(tensor.file, name, list(tensor.shape), "only matrices are in fp8")
             shape = tuple(-(-n // size) for n, size in zip(tensor.shape, (rows, columns), strict=True))
-            found[name] = _of_fp8(tensor, _scales(stored, name + SCALES_FP8, tensor, shape, FP8_SCALES), (rows, columns))
+            found[name] = _of_fp8(
+                tensor, _scales(stored, name + SCALES_FP8, tensor, shape, FP8_SCALES), (rows, columns)
+            )
         elif not is_fp8 and name.endswith(BLOCKS_SUFFIX):
             if tensor.code != "U8" or len(tensor.shape) != 4 or tensor.shape[-1] != 16:
                 refuse(tensor.file, name, list(tensor.shape), "MXFP4 blocks are 16 bytes each, in four dims")

@@ -16,7 +16,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Required
+
+from typing_extensions import TypedDict  # that of typing has no schema before Python 3.12
 
 from argosy.files import atomic_write
 from argosy.observe import stacks
@@ -33,11 +35,34 @@ MOST_REQUEST_BYTES = 4096
 """The largest request."""
 MOST_STACK_BYTES = 2**17
 """The most that is read of one worker's stacks."""
+MOST_ANSWER_BYTES = 2**26
+"""The largest answer of a node."""
 NOT_A_REQUEST = (ValueError, TypeError, KeyError, RecursionError)
 """Errors of reading any bytes as a request."""
 REQUEST_NAME = re.compile(r"[0-9a-z-]{1,64}")
 STUCK_RANK_S = 5.0
 """If a world is broken off in which a rank has been in one place for so long, it is written down where."""
+
+
+class WorkerStacks(TypedDict, total=False):
+    """A process, as much as it shows of where it is."""
+
+    rank: int | None
+    pid: Required[int]
+    slot: int
+    generation: int
+    process: str
+    """State letter of the process; empty if it is gone."""
+    step: int
+    phase: str
+    phase_s: float
+    """Seconds since it came to `phase`."""
+    collectives: dict[str, int]
+    """Process group -> collectives that it has begun."""
+    stack: str
+    """As faulthandler writes it."""
+    problem: str
+    """Why it could not say more."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +73,7 @@ class NodeStacks:
     node: str
     why: str
     """"asked for", or why a world was broken off."""
-    workers: list[dict[str, Any]]
-    """Each process: rank, pid, generation, step, phase, seconds in it, and its stack, as faulthandler writes it."""
+    workers: list[WorkerStacks]
 
 
 @dataclass
@@ -59,7 +83,7 @@ class _Asked:
     name: str
     why: str
     due: float
-    workers: list[dict[str, Any]]
+    workers: list[WorkerStacks]
     logs: dict[int, tuple[Path, int]] = field(default_factory=dict)
     """Process -> its log, and how long that was before it was asked."""
 
@@ -152,9 +176,9 @@ class StackGatherer:
                 file.write(json.dumps(vars(answer), indent=1).encode() + b"\n")
 
 
-def _seen(worker: WorkerProcess, scratch: Path) -> dict[str, Any]:
+def _seen(worker: WorkerProcess, scratch: Path) -> WorkerStacks:
     """Return what a worker shows without its help: /proc and its heartbeat."""
-    seen: dict[str, Any] = {
+    seen: WorkerStacks = {
         "rank": worker.rank, "pid": worker.pid, "slot": worker.slot, "generation": worker.generation,
         "process": process_state(worker.pid) if worker.pid else "",
     }  # fmt: skip
