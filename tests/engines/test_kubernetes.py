@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,34 @@ def test_a_record_with_what_is_no_name_is_not_given_to_kubectl(name: str, namesp
     place = {} if namespace is None else {"namespace": namespace}
     with pytest.raises(UserError):
         Kubernetes().check_job(LaunchedJob(engine="kubernetes", id=name, submitted_s=0, nodes=1, place=place))
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """Have kubectl print this, whatever it is asked."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def prints(said: bytes) -> None:
+        (tmp_path / "said").write_bytes(said)
+        (tmp_path / "kubectl").write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+        (tmp_path / "kubectl").chmod(0o755)
+
+    return prints
+
+
+LAUNCHED = LaunchedJob(engine="kubernetes", id="mine", submitted_s=0, nodes=1, place={"namespace": "training"})
+
+
+@pytest.mark.parametrize("said", [b"Welcome", b'{"items": [', b"[]", b"[" * 9000])
+def test_what_is_no_object_is_shown(kubectl, said):
+    kubectl(said)
+    with pytest.raises(UserError, match=r"kubectl says '.*', which is no object in JSON"):
+        Kubernetes().state(LAUNCHED)
+
+
+def test_pods_may_print_what_is_no_text(kubectl):
+    kubectl(b"\xff\xfe step 3/9\nstep 4/9\n")
+    assert Kubernetes().step(LAUNCHED) == 4
 
 
 KUBECTL = """#!/bin/sh

@@ -100,6 +100,39 @@ def test_only_an_unknown_number_is_a_job_that_has_ended(tmp_path, monkeypatch):
     assert meaning("RESIZING") == "running"  # a word that is not in the table is no end
 
 
+def prints(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: bytes) -> None:
+    """Put a program on the path that prints this."""
+    (folder / "said").write_bytes(said)
+    program(folder, monkeypatch, name, says="", code=0)
+    (folder / name).write_text(f"#!/bin/sh\ncat {folder}/said\n")
+
+
+def known(job_id: str = "7") -> LaunchedJob:
+    return LaunchedJob(engine="slurm", id=job_id, submitted_s=0, nodes=1)
+
+
+@pytest.mark.parametrize("said", [b"7", b"7 RUNNING None\n8\n", b"\x1b"])
+def test_half_a_line_of_squeue_says_nothing_of_any_job(tmp_path, monkeypatch, said):
+    prints(tmp_path, monkeypatch, "squeue", said)
+    with pytest.raises(UserError, match=r"squeue says '.*', which is no job and its state"):
+        Slurm().states([known()])
+
+
+def test_a_reason_in_another_encoding_is_a_reason(tmp_path, monkeypatch):
+    prints(tmp_path, monkeypatch, "squeue", "7 PENDING réservé".encode("latin-1"))
+    assert Slurm().state(known()) == ("waiting", "pending: r�serv�")
+
+
+def test_the_number_of_a_job_comes_last_of_what_sbatch_says(tmp_path, monkeypatch):
+    asked = replace(REQUEST, run_dir=tmp_path / "runs/mine")
+    asked.folder.mkdir(parents=True)
+    prints(tmp_path, monkeypatch, "sbatch", b"Welcome to the cluster\n\n--> Verifying queue...OK\n4711;north\n")
+    assert Slurm().start(asked).id == "4711"
+    prints(tmp_path, monkeypatch, "sbatch", b"Submitted\n")
+    with pytest.raises(UserError, match=r"sbatch says no number of a job: 'Submitted'. Look whether squeue"):
+        Slurm().start(asked)
+
+
 def test_each_line_of_a_refusal_stays_a_line(tmp_path, monkeypatch):
     program(tmp_path, monkeypatch, "sbatch", says=REFUSED, code=1)
     with pytest.raises(UserError) as refused:

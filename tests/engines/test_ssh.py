@@ -15,7 +15,7 @@ from argosy.config.schema import RunConfig
 from argosy.engines.engine import RunJob
 from argosy.engines.login import Login, LoginJob
 from argosy.engines.record import LaunchedJob
-from argosy.engines.ssh import Ssh, command, environment_of
+from argosy.engines.ssh import Ssh, ask_all, command, environment_of
 from argosy.errors import UserError
 from ports import free_port
 from run_folders import Made
@@ -52,6 +52,19 @@ def test_what_becomes_of_a_run_behind_a_login_is_what_argosy_says_there(tmp_path
     Made(steps=3).write(tmp_path / "runs/a")
     state, why = Login().state(job)
     assert (state, why.split()[0], Login().step(job)) == ("ended", "finished", 3)
+
+
+def test_a_host_s_start_file_may_print_and_its_server_may_keep_the_address_to_itself(tmp_path, monkeypatch):
+    text = 'printf "\\033]0;h1\\007"\nfor last; do :; done\nexec sh -c "$last"'  # a title, without an end of line
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{text}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert ask_all({"h1": "echo argosy:boot=7"}, ())["h1"].said == {"boot": "7"}
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    job = RunJob(run=RunConfig(), run_dir=tmp_path / "a", words=("run.toml",), work_dir=tmp_path, hosts="h1")
+    job.folder.mkdir(parents=True)
+    with pytest.raises(UserError, match="h1 does not say at which address it was reached"):
+        Ssh().start(job)
 
 
 def test_an_agent_that_ends_at_once_is_not_taken_for_a_launched_one(tmp_path, monkeypatch):

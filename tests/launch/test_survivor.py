@@ -62,6 +62,11 @@ def test_a_controller_that_does_not_answer_is_asked_again(port):
     assert not is_lost("n1", ask)
 
 
+def test_an_answer_without_an_address_is_asked_for_again(port):
+    answers = iter(["", "slurm_load_node: half a li", shown(port) + "   Reason=State=DOWN NodeAddr=nowhere\n"])
+    assert not is_lost("n1", lambda _: next(answers))
+
+
 def test_a_node_was_there_at_the_end_if_the_last_world_had_it(tmp_path):
     assert not was_there_at_the_end(tmp_path, "n1"), "there was none"
     (tmp_path / "events").mkdir()

@@ -14,7 +14,7 @@ from argosy.engines.engine import Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.local import Local
 from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.sweep.trials import Limits, Task, TrialNeeds, TrialRoom, Trials, metric_of, needs_of
+from argosy.sweep.trials import Limits, Task, TrialNeeds, TrialRoom, Trials, gpus_here, metric_of, needs_of
 from run_folder import RunFolder
 
 LIMITS = Limits(trials=2, cores=4, memory_bytes=1e9, gpus=("0", "1", "2"))
@@ -143,6 +143,20 @@ def test_trials_are_counted_and_have_gpus_of_their_own() -> None:
     room.give_back(0)
     room.take(5, TrialNeeds(1, gpus=1), gpus=("1",))  # as a sweep that was killed had dealt them
     assert room.take(6, TrialNeeds(1, gpus=1)) == ("0",)
+
+
+@pytest.mark.parametrize(
+    ("said", "gpus"),
+    [("0\\n1\\n", ("0", "1")), ("No devices were found\\n", ()), ("0\\n[Unknown Error]\\n\\377\\n", ("0",))],
+)
+def test_only_numbers_that_nvidia_smi_lists_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, gpus: tuple[str, ...]
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{said}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_here() == gpus
 
 
 def test_memory_is_that_of_the_planner_for_all_processes() -> None:

@@ -32,6 +32,7 @@ from argosy.engines.jobset import (
 )
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
+from argosy.files import json_of
 from argosy.processes.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, secret_of
 
 MOUNT = "/data"
@@ -111,7 +112,7 @@ class Kubernetes(Engine):
         secret = secret_of(job.home).decode() if is_given or job.run.site else secrets.token_hex(32)
         if needs_access(lease_of(job, place)):
             _allow(place)
-        uid = json.loads(_ask("create", "-f", "-", "-o", "json", text=json.dumps(made)))["metadata"]["uid"]
+        uid = _object("create", "-f", "-", text=json.dumps(made))["metadata"]["uid"]
         try:
             for owned in belongings(job, place, secret, uid):
                 _ask("create", "-f", "-", text=json.dumps(owned))
@@ -123,14 +124,12 @@ class Kubernetes(Engine):
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what the JobSet's conditions and its pods say."""
-        text = _ask("get", "jobset", job.id, *_where(job), "-o", "json", "--ignore-not-found")
-        if not text:
+        if not (found := _object("get", "jobset", job.id, *_where(job), "--ignore-not-found")):
             return "ended", "no longer known to Kubernetes"
-        found = json.loads(text)
         for condition in found.get("status", {}).get("conditions", ()):
             if condition["type"] in ("Completed", "Failed") and condition["status"] == "True":
                 return "ended", f"{condition['type'].lower()}: {condition.get('message', '')}".rstrip(": ")
-        pods = json.loads(_ask("get", "pods", *_where(job), *_selected(job), "-o", "json"))["items"]
+        pods = _object("get", "pods", *_where(job), *_selected(job)).get("items", ())
         running = sum(pod.get("status", {}).get("phase") == "Running" for pod in pods)
         if "deletionTimestamp" in found["metadata"]:
             return "running", f"being stopped, {running} pods are left"
@@ -184,7 +183,7 @@ def _place(job: RunJob, namespace: str, mark: str) -> ClusterPlace:
 
 def _check_claim(job: RunJob, place: ClusterPlace) -> None:
     """Raises: UserError if the volume is not there, or several nodes cannot write to it."""
-    found = json.loads(_ask("get", "pvc", place.claim, f"--namespace={place.namespace}", "-o", "json"))
+    found = _object("get", "pvc", place.claim, f"--namespace={place.namespace}")
     modes = found.get("spec", {}).get("accessModes", [])
     if job.nodes > 1 and "ReadWriteMany" not in modes:
         raise UserError(
@@ -230,13 +229,31 @@ def _selected(job: LaunchedJob) -> list[str]:
     return [f"--selector={JOBSET_LABEL}={job.id}"]
 
 
+def _object(*words: str, text: str | None = None) -> Object:
+    """Return the object that kubectl prints with these words; empty if it prints nothing. Raises: UserError."""
+    said = _ask(*words, "-o", "json", text=text)
+    try:
+        found = json_of(said or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"--on kubernetes: kubectl says {said[:300]!r}, which is no object in JSON. Try it by hand.")
+    return found
+
+
 def _ask(*words: str, text: str | None = None, may_fail: bool = False) -> str:
     """Return what kubectl prints. Raises: UserError with what it says, if it fails."""
     if shutil.which("kubectl") is None:
         raise UserError("--on kubernetes: there is no kubectl here. Install it, and set it up for your cluster.")
     try:
         done: Any = subprocess.run(
-            ["kubectl", *words], input=text, capture_output=True, text=True, timeout=PROGRAM_ANSWER_S, check=False
+            ["kubectl", *words],
+            input=text,
+            capture_output=True,
+            text=True,
+            errors="replace",  # what pods have printed may be anything
+            timeout=PROGRAM_ANSWER_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise UserError(

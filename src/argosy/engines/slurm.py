@@ -149,8 +149,8 @@ class Slurm(Engine):
         A job of a process that is gone was there before this process: so one look is enough for a whole sweep.
         """
         said = ask("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T %j")
-        jobs = (line.split(maxsplit=2) for line in said.splitlines())
-        return {job_id: "".join(name) for job_id, state, *name in jobs if meaning(state) != "ended"}
+        jobs = (_job_in(line) for line in said.splitlines())
+        return {job_id: name for job_id, state, name in jobs if meaning(state) != "ended"}
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         return self.states([job])[0]
@@ -160,8 +160,8 @@ class Slurm(Engine):
         known = {}
         numbers = sorted({job.id.partition("_")[0] for job in jobs})
         for line in listed("--array", "--format=%i %T %r", f"--jobs={','.join(numbers)}") if numbers else ():
-            job_id, state, *reason = line.split(maxsplit=2)
-            known[job_id] = (state, " ".join(reason))
+            job_id, state, reason = _job_in(line)
+            known[job_id] = (state, reason)
         found = [known.get(job.id, ("", "")) for job in jobs]
         return [(meaning(state), in_words(state, reason)) for state, reason in found]
 
@@ -188,7 +188,21 @@ def _submit(job: Job, path: Path) -> str:
         raise UserError(f"--extra={', '.join(job.extra)}: {problem}. Quote it as in a script of sbatch.") from None
     is_in_job = "SLURM_JOB_ID" in os.environ
     kept = {k: v for k, v in os.environ.items() if not (is_in_job and k.startswith("SLURM_")) or k == "SLURM_CONF"}
-    return ask("sbatch", "--parsable", *words, str(path), environment=kept).split(";")[0]
+    said = ask("sbatch", "--parsable", *words, str(path), environment=kept)
+    number = said.rpartition("\n")[2].partition(";")[0].strip()  # a cluster's own sbatch may greet before it
+    if not SLURM_JOB.fullmatch(number):
+        raise UserError(
+            f"--on slurm: sbatch says no number of a job: {said[-300:]!r}. Look whether squeue --me has it."
+        )
+    return number
+
+
+def _job_in(line: str) -> tuple[str, str, str]:
+    """Return a job's number, its state and the rest of a line that squeue prints. Raises: UserError if it is none."""
+    job_id, state, rest = (*line.split(maxsplit=2), "", "", "")[:3]
+    if not state:
+        raise UserError(f"--on slurm: squeue says {line[:300]!r}, which is no job and its state. Try again later.")
+    return job_id, state, rest
 
 
 def _launched(job: Job, job_id: str) -> LaunchedJob:
@@ -273,7 +287,13 @@ def ask(program: str, *words: str, environment: Mapping[str, str] | None = None)
     _find(program)
     try:
         done = subprocess.run(
-            [program, *words], env=environment, capture_output=True, text=True, timeout=PROGRAM_ANSWER_S, check=False
+            [program, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",  # names and messages may be in another encoding
+            timeout=PROGRAM_ANSWER_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise UserError(

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 from argosy.config.launch import is_loopback
@@ -230,12 +231,17 @@ def _look(job: RunJob, hosts: list[str], options: list[str]) -> dict[str, _Seen]
                 f"--on ssh: {', '.join(blind)} does not see {path}. All hosts need the folder where the command is "
                 "given, the run's folder and Python under the same path: a shared disk."
             )
-    return _distinct({host: _seen(answer) for host, answer in answers.items()})
+    return _distinct({host: _seen(host, answer) for host, answer in answers.items()})
 
 
-def _seen(answer: Answer) -> _Seen:
-    _, _, address, port = answer.said["reached"].split()
-    return _Seen(answer.said["boot"], address, port)
+def _seen(host: str, answer: Answer) -> _Seen:
+    _, _, address, port, *_ = (*answer.said.get("reached", "").split(), *repeat("", 4))
+    if not port:
+        raise UserError(
+            f"--on ssh: {host} does not say at which address it was reached: its ssh server sets no SSH_CONNECTION. "
+            "Have OpenSSH serve it."
+        )
+    return _Seen(answer.said.get("boot", ""), address, port)
 
 
 def _distinct(seen: dict[str, _Seen]) -> dict[str, _Seen]:
@@ -300,8 +306,8 @@ def _ask(host: str, script: str, options: Sequence[str]) -> Answer:
         )
     except subprocess.TimeoutExpired:
         return Answer(problem=f"no answer within {PROGRAM_ANSWER_S:.0f} s", is_reached=False)
-    lines = [
-        line.removeprefix(ECHO_MARK).partition("=") for line in done.stdout.splitlines() if line.startswith(ECHO_MARK)
-    ]
+    # What a shell's start file prints may have no end of line.
+    marked = (line.partition(ECHO_MARK) for line in done.stdout.splitlines())
+    lines = [rest.partition("=") for _, mark, rest in marked if mark]
     problem = " ".join(done.stderr.split()) or f"exit code {done.returncode}" if done.returncode else ""
     return Answer({name: value for name, _, value in lines}, problem, done.returncode != NO_WAY)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,13 +55,21 @@ def is_lost(node: str, show: Callable[[str], str]) -> bool:
     """Return True if a node of the cluster is lost. show: returns what `scontrol show node` prints of it."""
     for call in range(CALLS):
         time.sleep(SURVIVOR_AGAIN_S if call else 0.0)
-        said = dict(re.findall(r"(\w+)=(\S+)", _answer(lambda: show(node))))
+        said = _answer(partial(_shown, node, show))
         if DOWN.search(said.get("State", "")):
             return True
         with suppress(OSError):
             socket.create_connection((said["NodeAddr"], int(said.get("Port", SLURMD_PORT))), CALL_S).close()
             return False
     return True
+
+
+def _shown(node: str, show: Callable[[str], str]) -> dict[str, str]:
+    """Return what SLURM shows of a node. Raises: UserError if it does not say where that is."""
+    said = dict(reversed(re.findall(r"(\w+)=(\S+)", show(node))))  # what people write of a node comes last
+    if "NodeAddr" not in said:
+        raise UserError(f"--on slurm: scontrol shows no address of {node}.")
+    return said
 
 
 def do_others_run(run_dir: Path, but: set[str]) -> bool:

@@ -86,11 +86,11 @@ def gpus_here() -> tuple[str, ...]:
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=30, check=True,
+            capture_output=True, text=True, errors="replace", timeout=30, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(listed.stdout.split())
+    return tuple(line for line in map(str.strip, listed.stdout.splitlines()) if line.isdecimal())
 
 
 def processes(run: RunConfig) -> int:
