@@ -141,6 +141,19 @@ def test_a_worker_that_is_done_is_not_lost(node):
     assert len(node.workers) == 0 and node.told[-1] == say.WorkerDone(slot=0)
 
 
+def test_a_worker_that_is_done_and_does_not_end_is_killed_and_nothing_is_lost(node, monkeypatch):
+    monkeypatch.setattr(module, "EXIT_S", 0.0)
+    node.start(0).send_signal(signal.SIGSTOP)
+    node.join()
+    node.stopping.ask(signal.SIGTERM)
+    assert node.stopping.begins()
+    node.says(0, "done", finished=True)
+    node.workers.keep(time.monotonic() + 1.0, is_owed=False)
+    assert node.ends(0) == -signal.SIGKILL
+    assert len(node.workers) == 0 and node.told[-1] == say.WorkerDone(slot=0)
+    assert not node.events("worker_died") and not node.stopping.not_saved
+
+
 def test_a_worker_that_is_done_gives_way_to_another_before_it_has_ended(node):
     process = node.start(0)
     node.join()

@@ -43,6 +43,8 @@ COMPILER = (ForkEntry("argosy.compiler", "load_tracer"), ForkEntry("argosy.compi
 two halves, so that the node health check is forked between them."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
+EXIT_S = 60.0
+"""A worker that takes longer to end once it is done is killed: it has nothing left to save."""
 NEWCOMERS_EVERY_S = 0.5
 """Time between two looks at processes that are in no world yet."""
 
@@ -181,6 +183,7 @@ class NodeWorkers:
                     self._tell(say.WorkerReady(slot=process.slot, generation=message["generation"], why=message["why"]))
                 case "done":
                     process.state, process.is_finished = RankState.DONE, message["finished"]
+                    process.leave_by = time.monotonic() + EXIT_S
                     self._tell(say.WorkerDone(slot=process.slot))
                 case "failed":
                     process.failure = message
@@ -195,7 +198,7 @@ class NodeWorkers:
         heartbeat_path(self._scratch, process.pid).unlink(missing_ok=True)
         if reading is not None:
             self._metrics.ended(reading)
-        if process.state is RankState.DONE and exit_code == 0:
+        if process.state is RankState.DONE and (exit_code == 0 or process.killed):
             if not process.is_finished and self._stopping.number is None:
                 self._stopping.begin(signal.SIGTERM)  # it was sent to the worker directly
             return
@@ -231,7 +234,9 @@ class NodeWorkers:
         """
         for process in list(self._processes.values()):
             if process.leave_by is not None and now_s > process.leave_by:
-                self._kill(process, f"it did not leave a broken world within {BREAK_S:.0f} s")
+                is_done = process.state is RankState.DONE
+                late = "was done, and did not end in time" if is_done else "did not leave a broken world in time"
+                self._kill(process, f"it {late}")
             if self._stopping.is_late(now_s):
                 self._kill(process, self._stopping.kill_why)
         self._kill_what_stands_still(now_s, is_owed)
@@ -243,7 +248,8 @@ class NodeWorkers:
         if process.killed or not process.pid:
             return
         process.killed = why
-        if self._stopping.number is not None and process.generation and not self._stopping.is_at_once:
+        has_state = process.generation and process.state is not RankState.DONE
+        if self._stopping.number is not None and has_state and not self._stopping.is_at_once:
             self._stopping.not_saved = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
         if process.state is RankState.RUNNING:
