@@ -139,6 +139,10 @@ def test_a_worker_that_is_done_is_not_lost(node):
     process.wait()
     node.workers.ended(process.pid, 0)
     assert len(node.workers) == 0 and node.told[-1] == say.WorkerDone(slot=0)
+    (known,) = node.workers.known()  # as a coordinator is told that is reached again
+    assert (known.state, known.rank, known.generation) == (RankState.DONE, 0, 1)
+    node.workers.start(0, "")
+    assert [worker.state for worker in node.workers.known()] == [RankState.STARTING]
 
 
 def test_a_worker_that_is_done_and_does_not_end_is_killed_and_nothing_is_lost(node, monkeypatch):

@@ -67,6 +67,8 @@ class NodeWorkers:
         self._run_dir, self._run, self._node, self._quiet = run_dir, run, node, quiet
         self._fork_server, self._stopping, self._events, self._tell = fork_server, stopping, events, tell
         self._processes: dict[int, WorkerProcess] = {}
+        self._ended: dict[int, WorkerProcess] = {}
+        """Those that were done and have ended: they are members of their world to its end."""
         self._watch = NodeWatch(run_dir)
         self._metrics = NodeMetrics.of_run(run, run_dir, node)
         self._newcomers = Newcomers(run.resilience)
@@ -100,7 +102,7 @@ class NodeWorkers:
         """Return the workers as the coordinator is told of them when it is reached."""
         return tuple(
             say.KnownWorker(slot=slot, state=p.state, rank=p.rank, generation=p.generation, pid=p.pid)
-            for slot, p in self._processes.items()
+            for slot, p in (self._ended | self._processes).items()
         )
 
     def readings(self, only_in_worlds: bool = False) -> list[HeartbeatReading]:
@@ -118,6 +120,7 @@ class NodeWorkers:
             return
         if (before := self._processes.get(slot)) is not None and before.state is RankState.DONE:
             self._handle_exit(before, 0)  # its world broke after it had reached the end; it is still ending
+        self._ended.pop(slot, None)
         environment = {
             "ARGOSY_RUN_DIR": str(self._run_dir),
             "ARGOSY_SCRATCH": str(self._scratch),
@@ -199,6 +202,7 @@ class NodeWorkers:
         if reading is not None:
             self._metrics.ended(reading)
         if process.state is RankState.DONE and (exit_code == 0 or process.killed):
+            self._ended[process.slot] = process
             if not process.is_finished and self._stopping.number is None:
                 self._stopping.begin(signal.SIGTERM)  # it was sent to the worker directly
             return
