@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from argosy.errors import UserError
+from argosy.errors import StorageError, UserError
 from argosy.launch import requeue, survivor
 from argosy.launch.requeue import decide
 from argosy.launch.survivor import do_others_run, is_lost, was_there_at_the_end
@@ -20,7 +20,8 @@ from ports import free_port
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivor, "SURVIVOR_AGAIN_S", 0.0)
+    monkeypatch.setattr(survivor, "CALL_AGAIN_S", 0.0)
+    monkeypatch.setattr(requeue, "CONTROLLER_AGAIN_S", 0.0)
 
 
 @pytest.fixture
@@ -121,4 +122,30 @@ def test_a_task_of_an_array_is_requeued_without_the_others(tmp_path, monkeypatch
         requeue.main()
     survivor.end_the_job(tmp_path, 138, os.environ)
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked == [f"requeue {job}", f"--noheader --states=all --format=%T --jobs={job}"]
+    look = "--noheader --states=all"
+    assert asked == [f"{look} --jobs={job}", f"requeue {job}", f"{look} --format=%T --jobs={job}"]
+
+
+def test_a_controller_that_is_away_at_the_end_of_a_job_is_waited_for(tmp_path, monkeypatch):
+    """It is being started again, say: a job that is not requeued then would never go on."""
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "squeue").write_text(
+        f"#!/bin/sh\necho $1 >> {tmp_path}/asked; [ $(wc -l < {tmp_path}/asked) = 3 ] && exit 0\n"
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1\n"
+    )
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/asked\n")
+    for program in ("scontrol", "squeue"):
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(sys, "argv", ["requeue", str(tmp_path), "138"])
+    with pytest.raises(SystemExit):
+        requeue.main()
+    assert (tmp_path / "asked").read_text().split() == ["--noheader"] * 3 + ["requeue"]
+
+
+def test_a_job_whose_count_cannot_be_written_is_not_requeued(tmp_path, monkeypatch):
+    """On a full disk, say: without the count it might be requeued for ever."""
+    (tmp_path / "run.toml").touch()  # and no folder for launches
+    code, why = decide(tmp_path, 75)
+    assert code == StorageError.exit_code and "No such file or directory" in why

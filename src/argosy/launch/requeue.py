@@ -11,11 +11,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from argosy.engines.record import LAUNCH_FOLDER
-from argosy.engines.slurm import job_here
-from argosy.errors import STOP_SIGNALS, Retryable, RunFailed
+from argosy.engines.slurm import job_here, listed
+from argosy.errors import STOP_SIGNALS, Retryable, RunFailed, StorageError, UserError
 from argosy.files import atomic_write
 from argosy.observe.events import from_the_end
 from argosy.processes.supervisor import RestartPolicy, Restarts
@@ -26,6 +29,9 @@ AGENT_RESTARTS = RestartPolicy(most_failures=3, pause_s=2.0)
 """The restarts of a batch job and of a node's agent; progress is a step more than before."""
 IDLE_JOBS_FILE = "progress.json"
 """The file in the folder for launches with the number of jobs in a row, of one launch, that have made no step."""
+CONTROLLER_AGAIN_S = 3.0
+"""Seconds between two questions to a controller of SLURM that does not answer."""
+T = TypeVar("T")
 SIGNALLED = {128 + number for number in (signal.SIGKILL, *STOP_SIGNALS)}
 """Exit codes of a command that a signal has ended."""
 
@@ -33,7 +39,13 @@ SIGNALLED = {128 + number for number in (signal.SIGKILL, *STOP_SIGNALS)}
 def decide(run_dir: Path, code: int) -> tuple[int, str]:
     """Return the exit code of the job (Retryable's: requeue it), and why. code: as in `outcome`."""
     found, why = outcome(run_dir, code)
-    if found == Retryable.exit_code and _idle_jobs(run_dir) >= AGENT_RESTARTS.most_failures:
+    if found != Retryable.exit_code:
+        return found, why
+    try:
+        idle = _idle_jobs(run_dir)
+    except OSError as problem:  # without the count it might be requeued for ever
+        return StorageError.exit_code, f"the jobs without a step cannot be counted ({problem})"
+    if idle >= AGENT_RESTARTS.most_failures:
         return RunFailed.exit_code, f"{AGENT_RESTARTS.most_failures} jobs in a row have made no step"
     return found, why
 
@@ -78,13 +90,24 @@ def _idle_jobs(run_dir: Path) -> int:
     return restarts.failures
 
 
+def answered(question: Callable[[], T]) -> T:
+    """Return what SLURM answers. While its controller does not, nothing is known: ask it again."""
+    while True:
+        try:
+            return question()
+        except UserError:
+            time.sleep(CONTROLLER_AGAIN_S)
+
+
 def main() -> None:
     """`python -m argosy.launch.requeue RUN_DIR CODE`, in a batch job of SLURM."""
     code, why = decide(Path(sys.argv[1]), int(sys.argv[2]))
     again = code == Retryable.exit_code
     print(f"argosy launch: {why}: {'the job is requeued' if again else f'the job ends with {code}'}", flush=True)
     if again:
-        subprocess.run(["scontrol", "requeue", job_here(os.environ)], check=True)
+        job = job_here(os.environ)
+        answered(lambda: listed(f"--jobs={job}"))
+        subprocess.run(["scontrol", "requeue", job], check=True)
     sys.exit(code)
 
 

@@ -18,24 +18,22 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from argosy.engines.record import LAUNCH_FOLDER
 from argosy.engines.slurm import ask, job_here, listed
 from argosy.errors import STOP_SIGNALS, Retryable, UserError
 from argosy.files import RUN_LOCK, is_locked
-from argosy.launch.requeue import decide
+from argosy.launch.requeue import answered, decide
 from argosy.observe.events import from_the_end
 from argosy.sync.layout import kept_in
 
-T = TypeVar("T")
 BATCH_NODE = "ARGOSY_BATCH_NODE"
 """Environment variable of a job: the node that its batch script runs on."""
 ORDERLY = {0, *(128 + number for number in STOP_SIGNALS)}
 """Exit codes of an agent whose run is finished, or was stopped with its state saved."""
 SLURMD_PORT = 6818
 """SLURM's default."""
-CALLS, CALL_S, SURVIVOR_AGAIN_S = 3, 5.0, 3.0
+CALLS, CALL_S, CALL_AGAIN_S = 3, 5.0, 3.0
 """A node is lost if SLURM says so, or its slurmd does not answer any of so many calls."""
 DOWN = re.compile(r"DOWN|NOT_RESPONDING|\*")
 AGENTS_LOOK_S = 2.0
@@ -54,8 +52,8 @@ def was_there_at_the_end(run_dir: Path, node: str) -> bool:
 def is_lost(node: str, show: Callable[[str], str]) -> bool:
     """Return True if a node of the cluster is lost. show: returns what `scontrol show node` prints of it."""
     for call in range(CALLS):
-        time.sleep(SURVIVOR_AGAIN_S if call else 0.0)
-        said = _answer(partial(_shown, node, show))
+        time.sleep(CALL_AGAIN_S if call else 0.0)
+        said = answered(partial(_shown, node, show))
         if DOWN.search(said.get("State", "")):
             return True
         with suppress(OSError):
@@ -84,7 +82,7 @@ def end_the_job(run_dir: Path, code: int, environment: Mapping[str, str]) -> Non
     One that somebody has cancelled, or another has requeued, is left alone.
     """
     job = job_here(environment)
-    if _answer(lambda: listed("--format=%T", f"--jobs={job}")) != ["RUNNING"]:
+    if answered(lambda: listed("--format=%T", f"--jobs={job}")) != ["RUNNING"]:
         return
     code, why = decide(run_dir, code)
     again = code == Retryable.exit_code
@@ -96,15 +94,6 @@ def end_the_job(run_dir: Path, code: int, environment: Mapping[str, str]) -> Non
     ):  # srun passes on nothing any more
         log.write(line)
     subprocess.run(["scontrol", "requeue", job] if again else ["scancel", job], check=False)
-
-
-def _answer(question: Callable[[], T]) -> T:
-    """Return what SLURM answers. While its controller does not, nothing is known: ask it again."""
-    while True:
-        try:
-            return question()
-        except UserError:
-            time.sleep(SURVIVOR_AGAIN_S)
 
 
 def main() -> None:
