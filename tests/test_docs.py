@@ -8,14 +8,24 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from argosy.config.data import FiltersConfig, Objective
+from argosy.config.launch import EngineName
 from argosy.config.load import load
+from argosy.config.model import FAMILIES
+from argosy.models.gguf_file import ARCHITECTURES
 from argosy.plan.design.space import DesignSpace
+from argosy.plan.plan import Plan
+from argosy.plan.sync import COMPRESSED
+from argosy.sinks.table import SINKS
+from argosy.sweep.config import Method
 from argosy.watch.alerts import FINDINGS
+from argosy.watch.conclusions import ADVICE_RULES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -119,6 +129,30 @@ def _place(path: str) -> Path:
     return ROOT / path if (ROOT / path).exists() else ROOT / "src" / "argosy" / path
 
 
+def test_the_page_of_a_table_has_each_of_its_words() -> None:
+    """Whoever adds a rule of advice, say, is told of its page here."""
+    words: dict[str, Iterable[str]] = {
+        "advice": (rule.__name__ for rule in ADVICE_RULES),
+        "data": FiltersConfig.model_fields,
+        "export": ARCHITECTURES,
+        "families": FAMILIES,
+        "fine-tuning": set(get_args(Objective)) - {"pretrain"},
+        "parallelism": Plan.model_fields,
+        "sinks": SINKS,
+        "sweeps": get_args(Method),
+        "thin-links": COMPRESSED,
+    }
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in words}
+    missing = {page: [word for word in known if f"`{word}`" not in pages[page]] for page, known in words.items()}
+    assert {page: absent for page, absent in missing.items() if absent} == {}
+    assert {page.stem for page in (ROOT / "docs" / "clusters").glob("*.md")} == set(get_args(EngineName))
+
+
+def test_the_number_of_families_is_that_of_the_table() -> None:
+    told = [int(n) for page in DOCUMENTS for n in re.findall(r"(\d+) families", page.read_text())]
+    assert len(told) > 2 and set(told) == {len(FAMILIES)}
+
+
 def test_make_targets_that_documents_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in DOCUMENTS:
@@ -153,7 +187,8 @@ def _events_written(code: str) -> Iterator[str]:
 def test_the_published_schema_is_the_code_s() -> None:
     from argosy.config.schema import RunConfig
 
-    assert (ROOT / "docs" / "run.schema.json").read_text().strip() == _schema(RunConfig)
+    published = (ROOT / "docs" / "run.schema.json").read_text().strip()
+    assert published == _schema(RunConfig), "`make docs` writes it anew"
 
 
 def _schema(config: type) -> str:

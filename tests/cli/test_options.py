@@ -242,7 +242,7 @@ def test_a_command_without_a_run_has_its_own_options():
 def test_a_url_where_a_folder_is_read_is_told_from_a_folder_that_is_not_there(tmp_path: Path):
     must_be_folder(tmp_path)
     must_be_folder("hf://owner/name", or_url=True)
-    with pytest.raises(UserError, match=f"^{tmp_path}/none: no such folder.$"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/none: no such folder. Name one with a run, a checkpoint"):
         must_be_folder(tmp_path / "none", or_url=True)
     with pytest.raises(UserError, match=r"^hf://owner/name: a URL, and this reads a folder\. .*checkpoint import"):
         must_be_folder(Path("hf://owner/name"))

@@ -356,6 +356,6 @@ def must_be_folder(place: str | Path, or_url: bool = False) -> None:
     from argosy.data.stores.store import is_url, spelled  # it loads what commands without a store do without
 
     if not is_url(place):
-        raise UserError(f"{place}: no such folder.")
+        raise UserError(f"{place}: no such folder. Name one with a run, a checkpoint or a model, such as runs/demo.")
     if not or_url:
         raise UserError(f"{spelled(place)}: a URL, and this reads a folder. Try `argosy checkpoint import` first.")

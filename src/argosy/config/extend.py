@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,7 @@ class ExtendConfig(Section):
         """The checksum of each file and entry point."""
         return {file.name: file.sha256 for file in self.code}
 
-    def check_name(self, key: str, name: str, kind: Kind, built_in: Sequence[str]) -> None:
+    def check_name(self, key: str, name: str, kind: Kind, built_in: Collection[str]) -> None:
         """Raise ValueError unless `name`, the value of `key`, is built in or declared."""
         own = sorted(self.declared(kind))
         if twice := set(own) & set(built_in):

@@ -19,7 +19,8 @@ from argosy.config.extend import one_of_or_declared
 from argosy.config.section import Mark, Section
 from argosy.errors import UserError
 
-OPTIMIZERS = ("adamw", "lion", "muon")
+OPTIMIZERS = {"adamw": 2, "lion": 1, "muon": 1}
+"""Built-in optimizers -> the moments that each keeps of an element."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 

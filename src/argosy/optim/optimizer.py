@@ -365,7 +365,7 @@ def _working_dtype(tensor: Tensor) -> torch.dtype:
 
 
 OPTIMIZER_RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
-"""optimizer.kind, or that of a group -> its rule, if it is not the user's."""
+"""The words of `OPTIMIZERS` -> their rules."""
 
 RULE_SETTINGS = ("beta1", "beta2", "momentum", "eps")
 

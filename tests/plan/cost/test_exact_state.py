@@ -9,17 +9,10 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.model import ModelConfig
-from argosy.config.optimizer import OptimizerConfig
+from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig
 from argosy.config.schema import RunConfig
 from argosy.optim.optimizer import OPTIMIZER_RULES
-from argosy.plan.cost.exact_state import (
-    MOMENTS,
-    local_shard_of,
-    moment_bytes,
-    place_of,
-    stages_on,
-    state_bytes,
-)
+from argosy.plan.cost.exact_state import local_shard_of, moment_bytes, place_of, stages_on, state_bytes
 from argosy.plan.parameters import Parameter, parameter_table, parameters
 from argosy.plan.plan import Plan
 
@@ -110,4 +103,4 @@ def test_moments_take_what_the_optimizer_keeps(kind, state, name, shape, expecte
 
 
 def test_moments_are_those_of_the_optimizer():
-    assert {name: len(rule.moments) for name, rule in OPTIMIZER_RULES.items()} == MOMENTS
+    assert {name: len(rule.moments) for name, rule in OPTIMIZER_RULES.items()} == OPTIMIZERS

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from argosy.config.optimizer import OptimizerConfig, settings_of
+from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, settings_of
 from argosy.config.schema import RunConfig
 from argosy.plan.parameters import Parameter, Stage, run_table
 from argosy.plan.pipeline import split_layers
@@ -34,7 +34,6 @@ from argosy.plan.quantities import numbers_of
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2} | dict.fromkeys(FP8, 2)
 """Bytes of an element that is stored or sent, by the plan's word: fp8 is for matmuls only, all around them is bf16."""
-MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
 FACTOR_BYTES = 2
 """Bytes of the factor of a row that is gathered in fp8."""
 INT8_BLOCK = 256
@@ -148,7 +147,7 @@ def _gradient_elements(cut: LocalShard, plan: Plan) -> int:
 
 def moments_of(run: RunConfig) -> Mapping[str, int]:
     """Return how many moments each optimizer keeps of a parameter, those of the user's included."""
-    return MOMENTS | {name: len(d.facts["moments"]) for name, d in run.extend.declared("optimizer").items()}
+    return OPTIMIZERS | {name: len(d.facts["moments"]) for name, d in run.extend.declared("optimizer").items()}
 
 
 def moment_bytes(
@@ -156,7 +155,7 @@ def moment_bytes(
     shape: tuple[int, ...],
     mine: tuple[int, ...],
     config: OptimizerConfig,
-    moments: Mapping[str, int] = MOMENTS,
+    moments: Mapping[str, int] = OPTIMIZERS,
 ) -> int:
     """Return the bytes of optimizer state for the part `mine` of a parameter of `shape`: 4 for each element and moment.
 
