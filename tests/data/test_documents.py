@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -207,6 +208,8 @@ def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:
         ("a.txt.zst", zstandard.compress(b"x" * 99)[:-1]),
         ("a.txt.zst", zstandard.compress(b"x" * 99) + zstandard.compress(b"y")[:5]),
         ("a.parquet", b"no"),
+        ("a.jsonl.gz", b""),
+        ("a.jsonl.zst", b""),
     ],
     ids=[
         "not gzip",
@@ -215,11 +218,22 @@ def test_parquet_without_the_column_lists_the_columns(tmp_path: Path) -> None:
         "cut zstd",
         "cut frame",
         "not parquet",
+        "empty gzip",
+        "empty zstd",
     ],  # gzip writes the time: workers of xdist would not agree
 )
 def test_damaged_file_is_refused(write: Any, name: str, data: bytes) -> None:
     path = write(name, data)
     with pytest.raises(UserError, match=rf"{name}: .*leave it out of `input`"):
+        texts(path)
+
+
+def test_a_page_that_is_not_as_its_checksum_says_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    as_is = {"use_dictionary": False, "write_statistics": False, "compression": "none"}
+    pq.write_table(pa.table({"text": ["a long text"]}), path, write_page_checksum=True, **as_is)
+    path.write_bytes(path.read_bytes().replace(b"a long text", b"a wrong one"))
+    with pytest.raises(UserError, match=r"a.parquet: cannot be read .*CRC"):
         texts(path)
 
 
@@ -342,6 +356,16 @@ def test_what_unpacks_to_too_much_is_named_and_takes_little_memory(bomb_files: P
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 16 * LIMIT and pa.total_allocated_bytes() - before < 16 * LIMIT
+
+
+def test_a_list_of_many_equal_values_in_a_few_bytes_is_named(tmp_path: Path) -> None:
+    path, count = tmp_path / "list.parquet", LIMIT // 2
+    lists = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.array(np.zeros(count, np.int8)))
+    pq.write_table(pa.table({"messages": lists}), path)
+    fields = RecordFields("messages", document_of=lambda record: str(len(record["messages"])))
+    with pytest.raises(UserError, match=rf"list.parquet, row group from row 0: \d+ bytes with {count - 1} values: "):
+        list(read_file(find_files([str(path)]).files[0], fields, LIMIT))
+    assert len(list(read_file(find_files([str(path)]).files[0], fields, 8 * LIMIT))) == 1
 
 
 @pytest.mark.parametrize("document_of", [None, lambda record: "a"], ids=["text", "records"])

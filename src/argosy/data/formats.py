@@ -6,7 +6,6 @@ whose size only shows once it is unpacked: `most_bytes` is the limit.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import zlib
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from argosy.config.data import PrepareConfig
+from argosy.data.compressed import DECOMPRESS_BYTES, decompressed, zstandard
 from argosy.data.conversations import BadRecord, Record, names_in, without_nulls
 from argosy.data.sources import RECORDS, InputFile
 from argosy.errors import UserError, a_kind, imported
@@ -32,10 +32,6 @@ NO_FIELD = "no such field"
 MOST_WITHOUT_FIELD = 1000
 """A file whose first records, so many, all lack the field is not read to its end: the field's name is wrong."""
 MAX_DOCUMENT_BYTES: int = PrepareConfig.model_fields["max_document_bytes"].default
-DECOMPRESS_BYTES = 2**20
-"""Bytes that are read at once."""
-ZSTD_WINDOW_BYTES = 2**31
-"""The largest window of a .zst file, that of zstd --long=31; memory is taken only for what is unpacked."""
 FIRST_LINE_BYTES = 16 * 2**20
 """Bytes of a .json file in which its first line is looked for."""
 UNPACKED_ROWS = 1024
@@ -44,6 +40,8 @@ MOST_COUNTED_BYTES = 64 * 2**20
 """Bytes before a part of a file in which lines are counted to say where something is wrong in the part."""
 MOST_TIMES_SMALLER = 100
 """Text is hardly ever compressed to less than a hundredth."""
+VALUE_BYTES = 8
+"""Memory of a value of a list, at least; a Parquet file stores any number of equal ones in a few bytes."""
 
 
 Span = tuple[int, int | None]
@@ -121,13 +119,15 @@ def _user_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Itera
 @contextmanager
 def _opened(file: InputFile, is_whole: bool) -> Iterator[BinaryIO]:
     """Open a file, unpacked; is_whole: to read it to its end, which must not come early."""
-    zstd_error = _zstandard().ZstdError if file.compression == ".zst" else zlib.error
+    zstd_error = zstandard().ZstdError if file.compression == ".zst" else zlib.error
     remote_error = zlib.error if "file" in file.fs.protocol else Exception  # each remote file system has its own
     options = {} if file.is_seekable else {"block_size": 0}  # fsspec would ask an http server for parts
     try:
         with ExitStack() as stack:
             stored = stack.enter_context(file.fs.open(file.path, "rb", **options))
-            yield _decompressed(stored, file.compression)
+            yield decompressed(stored, file.compression)
+            if file.compression and file.size == 0:
+                raise EOFError("it is empty, which no compressed file is")
             if is_whole and (read := stored.tell()) < (file.size or 0):
                 raise EOFError(f"it ended after {read} of its {file.size} bytes")
     except UserError:
@@ -137,55 +137,6 @@ def _opened(file: InputFile, is_whole: bool) -> Iterator[BinaryIO]:
             f"{file.name}: cannot be read ({error or type(error).__name__}). Check the file and your rights to it, or "
             "leave it out of `input`."
         ) from None
-
-
-def _decompressed(stream: Any, compression: str) -> BinaryIO:
-    if compression == ".gz":
-        return gzip.GzipFile(fileobj=stream)  # type: ignore[return-value]
-    if compression == ".zst":
-        parts, unpacker = _frames(stream), _zstandard().ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
-        source = SimpleNamespace(read=lambda count: next(parts, b""))
-        return io.BufferedReader(unpacker.stream_reader(source, read_across_frames=True))
-    return stream
-
-
-def _frames(stream: Any) -> Iterator[bytes]:
-    """Yield a file of zstd frames (RFC 8878, section 3.1) in parts; the reader reports what is no frame.
-
-    Raises: EOFError where the last one is cut off, which zstandard takes for a whole one.
-    """
-
-    def part(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            if not (more := stream.read(count - len(data))):
-                raise EOFError("Compressed file ended before the end of its last frame")
-            data += more
-        return data
-
-    while first := stream.read(1):
-        yield (magic := first + part(3))
-        if magic[0] >> 4 == 5:  # a frame to skip
-            yield (size := part(4))
-            left = int.from_bytes(size, "little")
-            while left > 0:
-                yield part(min(left, DECOMPRESS_BYTES))
-                left -= DECOMPRESS_BYTES
-            continue
-        yield (flags := part(1))
-        size_bytes, is_single, has_checksum, id_bytes = flags[0] >> 6, flags[0] & 32, flags[0] & 4, flags[0] & 3
-        yield part(bool(size_bytes or is_single) * 2**size_bytes + (not is_single) + (0, 1, 2, 4)[id_bytes])
-        is_last = False
-        while not is_last:
-            block = int.from_bytes(head := part(3), "little")
-            is_repeated, is_last = block >> 1 & 3 == 1, bool(block & 1)
-            yield head + part(1 if is_repeated else block >> 3)
-        if has_checksum:
-            yield part(4)
-
-
-def _zstandard() -> Any:
-    return imported("zstandard", "zstd", "Reading .zst files")
 
 
 def _begun(stream: BinaryIO, fields: RecordFields) -> tuple[BinaryIO, bool]:
@@ -363,7 +314,7 @@ def _read_parquet(
     pa, pq = (imported(module, "parquet", f"Reading {name}") for module in ("pyarrow", "pyarrow.parquet"))
     columns = [column for column in (fields.text, fields.url) if column]
     try:
-        table = pq.ParquetFile(stream)
+        table = pq.ParquetFile(stream, page_checksum_verification=True)
         field = fields.text if fields.document_of is None else ""
         groups = _groups_within(table.metadata, name, field, most_bytes, within)
         if fields.document_of is not None:
@@ -417,9 +368,13 @@ def _rows_at_once(group: Any, name: str, row: int, field: str, most_bytes: int) 
     The sizes are those that the file's index gives. A page may be larger than that, up to the 2 GB of its own header:
     pyarrow has no limit for it, and Python cannot give it a pool of memory that has one.
 
-    Raises: UserError if a page of the group unpacks to more than `most_bytes`, out of far fewer bytes.
+    Raises: UserError if a page, or the lists, of the group unpack to more than `most_bytes`, out of far fewer bytes.
     """
-    columns = (group.column(number) for number in range(group.num_columns))
+    columns = [group.column(number) for number in range(group.num_columns)]
+    in_lists = max((c.num_values for c in columns if not field), default=0) - group.num_rows
+    held, all_stored = VALUE_BYTES * in_lists, sum(c.total_compressed_size for c in columns)
+    if held > most_bytes and held > MOST_TIMES_SMALLER * all_stored:
+        raise _too_long(f"{name}, row group from row {row}: {all_stored} bytes with {in_lists} values", most_bytes)
     sizes = [(c.total_uncompressed_size, c.total_compressed_size) for c in columns if field in ("", c.path_in_schema)]
     unpacked, stored = max(sizes, default=(0, 0))
     if unpacked > most_bytes and unpacked > MOST_TIMES_SMALLER * stored:
