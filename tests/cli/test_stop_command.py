@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +66,12 @@ def test_each_site_is_told_and_what_becomes_of_it_is_said(run: Path, capsys: pyt
     assert "saves and ends" in said[0] and "has ended already" in said[1]
     assert "is taken out of the queue" in said[2] and "saves" not in said[2]
     assert "whether it still runs is not known: its controller is away." in said[3]
+
+
+def test_a_run_that_has_outlived_its_job_is_told_with_its_process(run: Path) -> None:
+    """Its agents' supervisors were killed, say: no engine finds the agents any more."""
+    with (run / "sites/rome/.lock-h1").open("w") as lock:
+        print("4711\nof this boot", file=lock, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="rome: its job over on memory has ended, but process 4711 on h1 trains"):
+            stop.main([str(run)])

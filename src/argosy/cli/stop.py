@@ -55,7 +55,8 @@ class StoppedJob:
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy stop", Options)
     from argosy.engines.table import engine_of, state_of
-    from argosy.launch.launched import jobs_of
+    from argosy.launch.launched import holders, jobs_of
+    from argosy.sync.layout import SITES
 
     problems, would = [], []
     for name, job in jobs_of(options.run).items():
@@ -64,6 +65,10 @@ def main(argv: list[str]) -> None:
         has_ended = state == "ended"
         if options.dry_run:
             would += [] if has_ended else [f"tell {whose}, which is {state}, to save and end"]
+            continue
+        held_by = holders(options.run / SITES / name if name else options.run) if has_ended else []
+        if held_by:
+            problems.append(f"{whose} has ended, but {', '.join(held_by)} trains it: `kill` it there, and it saves")
             continue
         try:
             if not has_ended:

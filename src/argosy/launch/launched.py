@@ -72,7 +72,7 @@ def _launched(name: str, folder: Path) -> Launched:
             state, why = engine_state, words
         elif engine_state == "unknown" and state in ("", "training", "silent"):
             state, why = state if state == "training" else "unknown", one_line(words)
-        elif engine_state == "ended" and state in ("", "training", "silent") and not _is_held(kept_in(folder)):
+        elif engine_state == "ended" and state in ("", "training", "silent") and not holders(folder):
             more = f"`argosy logs {shlex.quote(str(folder))}` says more" if _has_printed(job) else ""
             state, why = "ended", "; ".join(filter(None, (words, more)))
         if step is None and engine_state != "unknown":
@@ -91,11 +91,19 @@ def _launched(name: str, folder: Path) -> Launched:
     )
 
 
-def _is_held(run_dir: Path) -> bool:
-    """Return True if a process holds the run's folder: somebody trains it by hand, after its job has ended."""
+def holders(run_dir: Path) -> list[str]:
+    """Return the processes that hold a run's folder, in words.
+
+    After its job has ended these were started by hand, or they have outlived the process that held them.
+    """
+    found = []
     with suppress(OSError):
-        return any(map(is_locked, run_dir.glob(f"{RUN_LOCK}*")))
-    return False
+        for path in sorted(kept_in(run_dir).glob(f"{RUN_LOCK}*")):
+            if is_locked(path):
+                node = path.name.removeprefix(RUN_LOCK).removeprefix("-")
+                pid = (path.read_text().split() or ["unknown"])[0]
+                found.append(f"process {pid}" + (f" on {node}" if node else ""))
+    return found
 
 
 def _has_printed(job: LaunchedJob) -> bool:
