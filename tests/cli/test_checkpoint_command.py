@@ -111,6 +111,13 @@ def test_to_prune_keeps_the_newest_and_what_is_known_to_be_whole(run_dir, capsys
     assert "deleted step-00000001" in capsys.readouterr().out
 
 
+def test_to_prune_a_folder_that_is_no_run_is_refused_and_writes_nothing(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"not a run: no run\.toml, no checkpoints"):
+        main(["prune", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_a_checkpoint_of_another_format_is_refused(run_dir):
     (store.step_folder(run_dir, 4) / store.MANIFEST).write_bytes(signed({"format": 1, "step": 4}))
     with pytest.raises(UserError, match="reads checkpoints of format 2"):
