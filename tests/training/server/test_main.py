@@ -180,3 +180,23 @@ def test_a_run_whose_last_state_cannot_be_saved_has_not_finished(
     server.close()
     finish = list(read_lines(tmp_path / "events/server-1.jsonl"))[-1]
     assert (finish["event"], finish["exit_code"], finish["finished"]) == ("finish", StorageError.exit_code, False)
+
+
+def test_a_server_that_is_back_hears_what_it_missed_before_what_is_new(corpus: Path, tmp_path: Path) -> None:
+    """Else the newest update would be one that does not follow, and all servers would go back to a checkpoint."""
+    run = asynchronous(corpus, 2)
+    save_run(run, tmp_path / "run.toml")
+    server = ParameterServer(run, tmp_path, 0)
+    server._tell_server("server-2", say.GoToVersion(generation="e", version=0))
+    layout = ServerLayout(run)
+    second = Peer(run, tmp_path, "server-2", socket.create_server(layout.addresses["server-2"]))
+    while "server-2" not in server._links.sites:
+        server._links.turn(0.02)  # its hello is taken in with the next turn
+        second.turn()
+    server._tell_server("server-2", say.Finish())
+    server._hear_server("server-2", second.hello)
+    while len(second.heard) < 2:
+        second.turn()
+    assert [type(message) for message in second.heard] == [say.GoToVersion, say.Finish]
+    server.close()
+    second.links.close()

@@ -200,9 +200,9 @@ class ParameterServer:
         """Tell another server, once it is connected; what was not told before a new beginning is told no more."""
         if isinstance(message, say.GoToVersion):
             self._untold.pop(name, None)
-        if name in self._links.sites:
+        if name in self._links.sites and name not in self._untold:
             self._links.tell(name, message)
-        elif not isinstance(message, say.CheckServer):
+        elif not isinstance(message, say.CheckServer):  # connected or not: what is untold comes first
             self._untold.setdefault(name, []).append(message)
 
     def _refused(self, who: str, why: str) -> None:
