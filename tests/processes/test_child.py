@@ -315,3 +315,26 @@ def test_nothing_follows_half_a_message():
 
 if __name__ == "__main__":
     main()
+
+
+COMMAND = """
+import signal, sys, time
+from pathlib import Path
+from argosy.processes.child import tie_to_starter
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(Path(sys.argv[1]).write_text("stopped")))
+tie_to_starter()
+Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+STARTER = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[1:]], env={**os.environ, "ARGOSY_TIED_TO": str(os.getpid())})
+"""
+
+
+def test_a_command_that_is_tied_stops_when_the_process_that_has_started_it_is_killed(tmp_path):
+    shown = tmp_path / "shown"
+    with subprocess.Popen([sys.executable, "-c", STARTER, COMMAND, str(shown)]) as starter:
+        wait_until(shown.exists, process=starter)
+        starter.kill()
+    assert wait_until(shown.read_text) == "stopped"

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy.observe.terminal import lasting_output
+from argosy.processes.child import tie_to_starter
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Options:
 
 @lasting_output()  # a run goes on when the reader of its output does not
 def main(argv: list[str]) -> None:
+    tie_to_starter()
     # Half a second of its own imports is still to come: the fork server imports torch meanwhile.
     starts = "RANK" not in os.environ and not any(word in STARTS_NOTHING for word in argv)
     with closing(ForkServer(WORKER_MODULE)) if starts else nullcontext() as forks:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from argosy.engines.local import spawn
 from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError, signals_to
+from argosy.processes.child import TIED_TO
 from argosy.sync.layout import SITES
 
 ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)
@@ -29,7 +30,7 @@ def started(
     names: Sequence[str], run_file: Path, run_dir: Path, accept_changes: bool, servers: Sequence[str] = ()
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start `argosy train RUN_FILE --site NAME` for each of `servers` and `names`; what is left of them is killed after
-    the block.
+    the block. If this process is killed, they save and end.
 
     Those of `names` share the cores: else each would start a thread for every core, and all would wait for each other.
     """
@@ -39,7 +40,7 @@ def started(
         for name in (*servers, *names):
             words = [sys.executable, "-m", "argosy", "train", str(run_file), "--run-dir", str(run_dir)]
             words += ["--site", name, *(["--accept-changes"] if accept_changes else [])]
-            children[name] = spawn(words, subprocess.PIPE, {"PYTHONUNBUFFERED": "1"})
+            children[name] = spawn(words, subprocess.PIPE, {"PYTHONUNBUFFERED": "1", TIED_TO: str(os.getpid())})
             if name in names:
                 first = names.index(name) * share % len(cores)
                 os.sched_setaffinity(children[name].pid, cores[first : first + share])

@@ -358,6 +358,28 @@ def end_with_parent(
     threading.Thread(target=wait, name="argosy-parent", daemon=True).start()
 
 
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that comes when the parent ends. It outlives exec."""
+TIED_TO = "ARGOSY_TIED_TO"
+"""Environment variable of a command that is to stop when the process that has started it ends: its number."""
+
+
+def is_tied(parent: int, number: int) -> bool:
+    """Have this process get a signal when its parent ends (on Linux). Return False if `parent` has ended already."""
+    if sys.platform == "linux":
+        import ctypes  # which few processes need
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
+def tie_to_starter() -> None:
+    """Have this process stop, as by SIGTERM, when the one that `TIED_TO` names ends: it may be killed."""
+    parent = os.environ.pop(TIED_TO, "")
+    if parent and not is_tied(int(parent), signal.SIGTERM):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 STOPPED = ("T", "t")
 """States of a process that does nothing until it gets SIGCONT, or its debugger goes on."""
 STOPPED_S = 10.0

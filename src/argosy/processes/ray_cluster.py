@@ -6,7 +6,6 @@ kernel kills its command when the thread that started it has ended, however that
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from argosy.errors import UserError, counted, missing_extra
+from argosy.processes.child import is_tied
 from argosy.processes.supervisor import RestartPolicy, Restarts
 
 RAY_ADDRESS = "RAY_ADDRESS"
@@ -183,10 +183,6 @@ def _count(node: dict[str, Any], kind: str) -> int:
     return int(node["Resources"].get(kind, 0))
 
 
-PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that comes when the parent ends. It outlives exec."""
-
-
 def tied(words: Sequence[str]) -> list[str]:
     """Return the command that becomes `words`. Start it in a thread that waits for it."""
     return [sys.executable, "-m", "argosy.processes.ray_cluster", str(os.getpid()), *words]
@@ -195,9 +191,7 @@ def tied(words: Sequence[str]) -> list[str]:
 def main() -> None:
     """`python -m argosy.processes.ray_cluster PARENT COMMAND ...`."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray blocks SIGINT in its workers
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):  # it ended before
+    if not is_tied(int(sys.argv[1]), signal.SIGKILL):
         sys.exit(1)
     os.execvp(sys.argv[2], sys.argv[2:])
 

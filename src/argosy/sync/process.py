@@ -12,7 +12,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.events import Events
-from argosy.observe.terminal import print_message
+from argosy.observe.terminal import lasting_output, print_message
 from argosy.plan.plan import is_asynchronous
 from argosy.processes.child import Child, channel_to_parent, end_with_parent
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
@@ -60,6 +60,7 @@ def open_exchange(run: RunConfig, run_dir: Path) -> SiteExchange:
     )
 
 
+@lasting_output()  # as the agent that holds it
 def main() -> None:
     """Exchange changes with the other sites until the agent says that the run is over, or ends."""
     run_dir = Path(sys.argv[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import socket
@@ -19,7 +20,9 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.errors import StorageError
 from argosy.faults import FAULTS_VARIABLE
+from argosy.launch.servers import SERVER_MODULE
 from argosy.observe.events import read_lines
+from argosy.processes.child import ChannelClosed, Child
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
@@ -200,3 +203,19 @@ def test_a_server_that_is_back_hears_what_it_missed_before_what_is_new(corpus: P
     assert [type(message) for message in second.heard] == [say.GoToVersion, say.Finish]
     server.close()
     second.links.close()
+
+
+def test_a_server_goes_on_when_nobody_reads_what_it_prints(corpus: Path, tmp_path: Path) -> None:
+    """The command that holds it was killed, or what the command was piped into."""
+    save_run(asynchronous(corpus), tmp_path / "run.toml")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as out:
+        server = Child(SERVER_MODULE, str(tmp_path), "0", stdout=out, stderr=out)
+    said: list[str] = []
+    with pytest.raises(ChannelClosed):
+        while True:
+            server.channel.send("finish")
+            said += [message["kind"] for message in server.hear(0.5)]
+    server.reap()
+    assert said == ["done"]

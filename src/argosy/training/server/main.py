@@ -30,6 +30,7 @@ from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed
 from argosy.observe.events import Events
 from argosy.observe.screen import Progress
+from argosy.observe.terminal import lasting_output
 from argosy.processes.child import ChannelClosed, channel_to_parent, end_with_parent
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
@@ -324,6 +325,7 @@ class ParameterServer:
             self._progress.say(f"checkpoint of step {facts['step']} FAILED: {facts['error']}", "yellow")
 
 
+@lasting_output()  # as the command that holds it
 def main() -> None:
     """Serve until the run is over, or the parent says so or is gone."""
     run_dir, number, ending = Path(sys.argv[1]), int(sys.argv[2]), threading.Event()
