@@ -42,7 +42,8 @@ Few = Annotated[int, Field(ge=1, le=1000)]
 
 
 class FiltersConfig(Section):
-    """Documents that are left out, before any of them becomes tokens. All but the length needs argosy[filters]."""
+    """Documents that are left out, before any of them becomes tokens. All but the length and drop_exact need
+    argosy[filters]."""
 
     languages: tuple[str, ...] = ()
     """Languages to keep, by their ISO 639-1 codes (en, de); empty: all."""
