@@ -135,6 +135,7 @@ def test_a_killed_run_of_torchrun_which_has_no_coordinator_ended_with_its_last_s
 
 def test_an_event_that_says_less_than_it_should_has_no_words_for_a_person():
     assert in_words(of("rank-0", 1.0, "save", step=100)) == ("saved after 100 steps", "green")
+    assert in_words(of("rank-0", 1.0, "save", step=1)) == ("saved after 1 step", "green")
     assert in_words(of("rank-0", 1.0, "save")) is None
     assert in_words(of("rank-0", 1.0, "something_else")) is None
     assert in_words(of("rank-0", 1.0, "new_finding", action="alarm", why="it is hot")) == ("it is hot", "yellow")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from argosy.errors import UserError, first_error
+from argosy.errors import UserError, counted, first_error
 from argosy.files import atomic_write, read_at_most
 from argosy.observe.energy import Energy
 from argosy.observe.heartbeat import BESIDE
@@ -120,9 +120,9 @@ class Report(BaseModel):
         )
         first_s = self.time_to_first_step_s
         first_step = "" if first_s is None else f"   first step after {first_s:.0f} s"
-        tokens, steps_s = f"{self.tokens / 1e6:.2f}M tokens", duration(self.seconds["step"])
+        done = f"{counted(self.steps, 'step')}, {self.tokens / 1e6:.2f}M tokens in {duration(self.seconds['step'])}"
         lines = [
-            f"done: {self.steps} steps, {tokens} in {steps_s} of steps ({duration(self.wall_s)} since the first start)",
+            f"done: {done} of steps ({duration(self.wall_s)} since the first start)",
             f"      {self.tokens_per_s:.0f} tok/s   {mfu_in_words(self.mfu)}{first_step}",
             *_wrapped(f"time: {where}"),
         ]
@@ -152,7 +152,7 @@ class Report(BaseModel):
         """Return the totals as a table: how a notebook shows the report."""
         accuracy = (self.validation or {}).get("accuracy")
         rows = {
-            "run": f"{self.name}, {self.status} after {self.steps} steps",
+            "run": f"{self.name}, {self.status} after {counted(self.steps, 'step')}",
             "folder": str(self.run_dir),
             "plan": self.plan,
             "tokens": f"{self.tokens:,}",

@@ -301,13 +301,13 @@ def words(event: Event) -> str:
     if "rank" in event and event["event"] != "fault":
         parts.append(f"rank {event['rank']}")
     if "step" in event and event["event"] in OF_A_STATE:
-        parts.append(f"after {event['step']} steps")
+        parts.append(f"after {counted(event['step'], 'step')}")
     elif "step" in event:
         parts.append(str(event["step"]) if kind.endswith(" step") else f"step {event['step']}")  # bad step 1865
     parts += [event[name] for name in ("site", "node") if name in event]
     facts = [str(event[name]) for name in TELLING if event.get(name)]
     if "steps_lost" in event:
-        facts.append(f"{event['steps_lost']} steps lost")
+        facts.append(f"{counted(event['steps_lost'], 'step')} lost")
     if isinstance(event.get("seconds"), int | float):
         facts.append(f"{event['seconds']:.3g} s")
     text = " ".join(parts) + (": " + ", ".join(facts) if facts else "")
@@ -322,7 +322,7 @@ EVENT_WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
         lambda e: f"recovered at step {e['step']} ({e['source']}), {counted(e['steps_lost'], 'step')} lost",
     ),
     "resume": (GOOD_STYLE, lambda e: f"goes on from the checkpoint of step {e['step']}"),
-    "save": (GOOD_STYLE, lambda e: f"saved after {e['step']} steps"),
+    "save": (GOOD_STYLE, lambda e: f"saved after {counted(e['step'], 'step')}"),
     "save_failed": (BAD_STYLE, lambda e: f"saving failed: {e['error']}"),
     "writer_died": (NOTE_STYLE, lambda e: f"the process that writes checkpoints died: {e['why']}"),
     "drain_failed": (NOTE_STYLE, lambda e: f"copying a checkpoint away failed: {e['error']}"),
