@@ -76,6 +76,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     ("command-r7b", "microbatch=1", {}),
     ("gpt-oss-20b", "microbatch=1", {}),
     ("deepseek-v2-lite", "microbatch=1", {}),
+    ("deepseek-v2-lite", "dp_shard=8", {}),
     ("qwen3-next-80b-a3b", "recompute=selective", {}),
     ("qwen3.5-4b", "microbatch=1", {"lora.rank": 16}),
     (MIXTURE, "recompute=full,recompute_every=2", {"model.moe.every": 2}),

@@ -196,6 +196,25 @@ def test_gradients_that_add_up_have_the_format_of_their_sum_in_fsdp(plan, each):
     assert found.gradients == pytest.approx(each * GPT.trained_parameters)
 
 
+def test_fsdp_gathers_the_last_two_layers_which_have_experts_where_most_have():
+    moe = replace(GPT, vocab_size=1, experts=8, experts_per_token=2, expert_ffn_width=8192)
+    all_, most, half = (
+        float(np.squeeze(footprint("dp_shard=8,precision=bf16", replace(moe, moe_layers=many)).gathered))
+        for many in (4, 3, 2)
+    )
+    assert most == pytest.approx(all_)
+    assert all_ - half == pytest.approx(2 * (moe.expert_parameters + moe.width * 8 - moe.ffn_parameters), rel=1e-3)
+
+
+def test_zero_2_needs_no_more_memory_than_zero_1():
+    """Where the peak is another moment, too: only what comes and goes leaves holes."""
+    run = load("demo", {"model.preset": "qwen3-next-80b-a3b", "data.seq_len": 2048, "train.global_batch": 512})
+    costs = CostModel.of(run, Cluster.parse("8xh100"))
+    plan = Plan.parse("dp_shard=8,microbatch=2,precision=bf16,compile=true")
+    one, two = (costs.predict_memory(Layouts.of([plan.model_copy(update={"zero": zero})])).total for zero in (1, 2))
+    assert two <= one
+
+
 def test_where_gradients_are_checked_there_are_two_at_a_time():
     once, twice = footprint("dp_replicate=2", GPT), footprint("dp_replicate=2", GPT, System(checks_gradients=1))
     assert twice.gradients - once.gradients == pytest.approx(4 * GPT.matrix_parameters, rel=1e-3)

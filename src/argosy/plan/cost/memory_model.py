@@ -142,7 +142,7 @@ class MemoryModel(LayerMemory):
         opened = np.maximum(self._opened(words), self._orthogonal())
         step = zero, zero, left, zero, mine * system.update_bytes + opened
         of_step = [(*moment, some, zero) for moment, some in zip(moments, whole, strict=True)]
-        activations, logits, gradients, gathered, update = _highest([*of_step, step])
+        activations, logits, gradients, gathered, update = _highest([*of_step, step], constants.fragmentation)
         comes_and_goes = activations + logits + gathered
         first_held = system.checks_gradients * trained * self.gradient_bytes
         used = Footprint(
@@ -398,15 +398,14 @@ class MemoryModel(LayerMemory):
         """Return the bytes of stage 3 in the loss, and in the backward of a layer: parameters are whole while they are
         used, gradients until they are summed.
 
-        They are those of two layers, or of all layers of a pipeline rank, because its stages give up none after a
-        backward. What is outside of layers stays whole until the end of backward (FSDP2's root), the head's gradient
-        too.
+        They are those of the last two layers, or of all layers of a pipeline rank, because its stages give up none
+        after a backward. What is outside of layers stays whole until the end of backward (FSDP2's root), the head's
+        gradient too.
         """
         plans, element = self.plans, self.activation_bytes
-        dense, experts = self.parameters(1.0)
-        packed = sum(self.quantised(1.0))
-        gathered = (dense + experts * self.expert_padding - packed) * element + packed * self.work.quantised_bytes
-        gathered = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * gathered
+        mean, two = (self._gathered_layer(*one.parameters(1.0)) for one in (self, self._last_two))
+        gathered = np.where(plans.pp > 1, layers * mean, np.minimum(2, layers) * two)
+        dense, experts = self._last_two.parameters(1.0)
         trained = dense * self.work.trained_dense + experts * self.work.trained_experts + trained_ends
         trained = trained + sum(self.adapters(1.0))
         gradients = np.where(self._adds_up, of_head * element, trained * self.gradient_bytes)
@@ -416,9 +415,23 @@ class MemoryModel(LayerMemory):
             plans.shards_parameters, gathered + root + gradients, 0.0
         )
 
+    def _gathered_layer(self, dense: Numbers, experts: Numbers) -> Numbers:
+        """Return the bytes of a layer of so many parameters while it is whole."""
+        of_packed = self.work.quantised_bytes - self.activation_bytes
+        packed = dense * self.work.quantised_dense + experts * self.work.quantised_experts
+        return (dense + experts * self.expert_padding) * self.activation_bytes + packed * of_packed
 
-def _highest(moments: Sequence[tuple[Numbers, ...]]) -> tuple[NDArray[Any], ...]:
-    """Return the figures of each plan's moment whose sum is highest."""
-    totals = np.stack(np.broadcast_arrays(*(sum(moment[1:], moment[0]) for moment in moments)))
-    best = totals.argmax(0)
+    @cached_property
+    def _last_two(self) -> LayerMemory:
+        """The mean of the last two layers: both have experts if most layers have, one if fewer have, as in models that
+        begin with dense layers, or alternate."""
+        work = self.work
+        return self._among(np.ceil(2 * work.moe_layers / work.layers) / 2 * work.layers, work.delta_layers)
+
+
+def _highest(moments: Sequence[tuple[Numbers, ...]], fragmentation: float) -> tuple[NDArray[Any], ...]:
+    """Return the figures of each plan's moment that needs most: activations, logits, gradients, gathered, update. All
+    but gradients come and go, and leave holes."""
+    needed = [sum(one) + fragmentation * (sum(one) - one[2]) for one in moments]
+    best = np.stack(np.broadcast_arrays(*needed)).argmax(0)
     return tuple(np.choose(best, figures) for figures in zip(*moments, strict=True))
