@@ -51,6 +51,18 @@ def test_only_steps_of_the_whole_batch_stand_beside_the_prediction():
     assert found is not None and found.step_s.measured == 2.0
 
 
+def test_bytes_that_a_rank_sends_stand_beside_their_prediction():
+    run, plan, measured = run_config(Path("no data")), Plan(dp_replicate=2), StepFigures(0)
+    sent = {"communication": {"replicate": {"node": [0.1, 7]}}}
+    measured.newest += [{"step": step, "step_time_s": 1.0, "seconds": {"forward": 1.0}} | sent for step in range(3)]
+    prediction = predict(plan, run, Cluster.parse("2xcpu"))
+    found = predicted_beside_measured(run, plan, prediction, measured, {"memory_before_bytes": 0, "device": "cpu"})
+    assert found is not None
+    assert {axis: (each.predicted, each.measured) for axis, each in found.sent_bytes.items()} == {
+        "replicate": (prediction.traffic["replicate"], 7)
+    }
+
+
 def test_steps_in_which_sites_sum_gradients_are_no_rounds():
     base, plan = run_config(Path("no data")), Plan()
     run = base.model_copy(update={"sites": ("a", "b"), "sync": base.sync.model_copy(update={"from_step": 2})})

@@ -200,7 +200,7 @@ def predicted_beside_measured(
     if prediction is None or not steps:
         return None
     memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
-    sent = typical_bytes(steps) if plan.is_compressed or run.sites else {}
+    sent = typical_bytes(steps)
     steps = [record for record in steps if record["step"] >= run.sync.from_step] or steps
     update_s = typical_update_s(steps) if plan.has_servers else None
     waits_s = typical_round_wait_s(steps) if run.sites and update_s is None else None
