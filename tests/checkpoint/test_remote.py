@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import DamagedCheckpoint, file_sum, signed
@@ -249,6 +250,21 @@ def test_a_copy_that_is_longer_than_its_manifest_says_is_not_fetched(tmp_path, r
     file.write_bytes(bytes(10**6))
     with pytest.raises(DamagedCheckpoint, match=r"rank-00001\.safetensors: has 1000000 bytes, its manifest says 4"):
         remote.fetch(4, generation=0)
+
+
+def test_no_more_of_a_copy_is_fetched_than_its_manifest_says_whatever_length_the_place_tells(run_dir, monkeypatch):
+    remote = Remote(f"memory://{uuid.uuid4().hex}", run_dir)
+    assert remote.put(write(run_dir, 4), anywhere)
+    monkeypatch.setattr(MemoryFileSystem, "blocksize", 100)
+    path = remote._path(4, "rank-00001.safetensors")
+    remote._fs.pipe_file(path, bytes(10**6))
+    monkeypatch.setattr(remote._fs, "size", lambda path: None)
+    elsewhere = moved(run_dir)
+    written = []
+    monkeypatch.setattr("argosy.checkpoint.remote.check_files", lambda *_: written.append("all of it"))
+    with pytest.raises(DamagedCheckpoint, match="has more than the 4 bytes that its manifest says"):
+        remote.fetch(4, generation=0)
+    assert not written and not list(elsewhere.glob("checkpoints/*"))
 
 
 def test_a_place_that_gives_no_answer_is_given_up(tmp_path, run_dir, monkeypatch):

@@ -165,8 +165,9 @@ class Remote:
         make_folder(partial.parent)
         partial.mkdir()
         try:
-            for name in manifest.files:
-                self._fs.get_file(self._path(step, name), str(partial / name))
+            for name, wanted in manifest.files.items():
+                there = self._path(step, name)
+                self._fs.get_file(there, str(partial / name), callback=_at_most(wanted.bytes, there))
                 sync_folder(partial / name)
             check_files(partial, manifest.files)
             if store.step_folder(self._run_dir, step).exists():
@@ -226,6 +227,20 @@ class Remote:
                 digest.update(chunk)
                 size += len(chunk)
         return FileSum(size, digest.hexdigest())
+
+
+def _at_most(size: int, path: str) -> Any:
+    """Return what ends the copying of a file by DamagedCheckpoint once it is longer than `size` bytes, whatever the
+    place said of it before."""
+    from fsspec.callbacks import Callback
+
+    class SizeLimit(Callback):  # type: ignore[misc]  # fsspec has no types
+        def relative_update(self, inc: int = 1) -> None:
+            super().relative_update(inc)
+            if self.value > size:
+                raise DamagedCheckpoint(f"{path}: has more than the {size} bytes that its manifest says")
+
+    return SizeLimit()
 
 
 def plan_there(url: str, run_dir: Path) -> Plan | None:

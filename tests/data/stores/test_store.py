@@ -40,6 +40,13 @@ def test_a_url_that_cannot_be_used_is_refused(url: str, said: str) -> None:
     assert "secret@" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m"])
+def test_an_object_whose_name_cannot_be_asked_for_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"file://.*: .*invalid path: .*Rename that object, or delete it"):
+        Store(f"file://{tmp_path}").sizes()
+
+
 def test_without_obstore_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(UserError, match=r"pip install 'argosy\[store\]'"):

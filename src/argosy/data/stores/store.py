@@ -34,6 +34,8 @@ UPLOAD_PART_BYTES = 16 * 2**20
 
 _STORE_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"^({'|'.join((*SCHEMES, 'hf'))}):/(?=[^/])")
+BAD_NAME = "object with invalid path"
+"""Words of obstore's error for a list in which a name is none that it can ask for."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _TOO_SHORT = re.compile(
     r"Generic \w+ error: (Requested range was invalid"
@@ -189,6 +191,9 @@ class Store:
         code = (_CODE.search(str(problem)) or ["", ""])[1]
         if isinstance(problem, ArgosyError | AssertionError):
             raise problem
+        if BAD_NAME in str(problem):  # such as a//b, or one with a line break
+            said = " ".join(str(problem).partition("Debug source")[0].split())[:300]
+            raise UserError(f"{self._named}{self.url}: {said}. Rename that object, or delete it.") from None
         if code == "NoSuchBucket":
             raise UserError(f"{self._named}{self.url}: there is no such bucket. Name one that exists.") from None
         if code in _WRONG_KEYS or isinstance(problem, exceptions.UnauthenticatedError):
