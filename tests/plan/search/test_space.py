@@ -41,7 +41,11 @@ def test_a_plan_that_fits_passes():
 @pytest.mark.parametrize(
     ("plan", "processes", "message"),
     [
-        ("ep=2", 2, "is for 1 process, and there are 2. Try launch.processes = 1"),
+        (
+            "ep=2",
+            2,
+            'is for 1 process, and there are 2. Try launch.processes = 1, or plan = "auto,ep=2,microbatch=1,',
+        ),
         (
             "tp=3",
             3,

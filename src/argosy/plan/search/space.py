@@ -310,10 +310,10 @@ def check_size(
         there = "there is 1" if processes == 1 else f"there are {processes}"
     remedy = f"launch.processes = {size // nodes}" if size % nodes == 0 else "launch.nodes = 1"
     on_each = ", which counts on each machine" if nodes > 1 and size % nodes == 0 else ""
-    where = origin("plan")
+    where, pinned = origin("plan"), f"auto,{plan}" if size == 1 and plan else "auto"
     raise UserError(
         f'plan = "{plan}"{f" ({where})" if where else ""} is for {counted(size, "process", "es")}, and {there}. '
-        f'Try {remedy}{on_each}, or plan = "auto".'
+        f'Try {remedy}{on_each}, or plan = "{pinned}".'
     )
 
 
