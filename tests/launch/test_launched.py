@@ -187,7 +187,7 @@ def test_sites_of_a_run_have_one_secret_and_a_job_each(tmp_path):
     with pytest.raises(UserError, match=r"its job oslo on memory is running"):
         list(launch_sites([site(tmp_path, "bern"), site(tmp_path, "oslo")]))
     assert not (tmp_path / "runs/two/sites/bern").exists()  # nothing is started if one cannot be
-    with pytest.raises(UserError, match=r"was not launched"):
+    with pytest.raises(UserError, match=r"not a run: it has no run\.toml"):
         jobs_of(tmp_path / "runs")
 
 

@@ -305,3 +305,13 @@ def test_steps_become_columns(reader: RunReader) -> None:
     assert set(table_of_steps(reader, ["all"])) >= {"step", "loss", "validation_loss", "seconds.forward"}
     with pytest.raises(UserError, match="did you mean loss"):
         table_of_steps(reader, ["lss"])
+
+
+def test_a_usual_column_is_empty_before_the_first_evaluation(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "young")
+    run.step(0, 1)
+    young = RunReader.read(run.path)
+    assert table_of_steps(young, ["val"]) == {"validation_loss": []}
+    assert table_of_steps(young, ["step", "loss", "val"])["validation_loss"] == [None, None]
+    with pytest.raises(UserError, match="the run has no 'validation_los'"):
+        table_of_steps(young, ["validation_los"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from argosy.config.load import RUN_FILE
 from argosy.engines.engine import follow_files
 from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob
 from argosy.engines.table import engine_of, state_of
@@ -132,6 +133,8 @@ def jobs_of(run_dir: Path) -> dict[str, LaunchedJob]:
         raise UserError(f"{run_dir}: there is no such folder. `argosy runs` lists the runs here.")
     folders = {"": run_dir} | {path.name: path for path in sorted((run_dir / SITES).glob("*"))}
     jobs = {name: job for name, folder in folders.items() if (job := LaunchedJob.load(folder)) is not None}
+    if not jobs and not (run_dir / RUN_FILE).exists():
+        raise UserError(f"{run_dir}: not a run: it has no {RUN_FILE}. Name the folder of a run, such as runs/demo.")
     if not jobs:
         raise UserError(
             f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it. "

@@ -240,6 +240,8 @@ def _folders_in(folder: Path) -> list[Path]:
 
 SHORT_KEYS = {"val": "validation_loss"}
 """Other names of keys."""
+USUAL_KEYS = ("loss", "validation_loss", "bits_per_byte")
+"""Keys that a run gets in time: asked for before, they have no values, so that a script may wait for them."""
 LONGEST_CONDITION = 1000
 """Characters of a condition."""
 
@@ -391,7 +393,7 @@ def table_of_steps(
     asked = list(dict.fromkeys(SHORT_KEYS.get(name, name) for name in names))
     if "all" in asked:
         asked = known
-    if unknown := [name for name in asked if name not in known]:
+    if unknown := [name for name in asked if name not in known and name not in USUAL_KEYS]:
         raise UserError(f"--columns: the run has no {unknown[0]!r}; {near_names(unknown[0], sorted(known))}")
     at = steps[STEP_COLUMN]
     if not any(name in keys for name in asked if name != STEP_COLUMN):
