@@ -61,7 +61,7 @@ class ScoredTask:
 
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy evaluate", Options)
-    if options.max_tokens < 1 or (options.seq_len or 1) < 1:
+    if options.max_tokens < 1 or (options.seq_len is not None and options.seq_len < 1):
         raise UserError("--max-tokens and --seq-len must be at least 1.")
     plan = plan_named(options.plan)
     must_be_folder(options.path, or_url=True)

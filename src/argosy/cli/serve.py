@@ -73,6 +73,7 @@ def main(argv: list[str]) -> int:
         from argosy.inference.loaded_model import load_model
         from argosy.inference.openai_server import SERVE_PORT, server_of
 
+        listening(options.host, options.port, SERVE_PORT).close()  # what is wrong with them is told before a long load
         model = load_model(options.path, options.plan, options.trust_code)
     with model, listening(options.host, options.port, SERVE_PORT) as listener:
         chat, why_not = _chat_of(model, options.template)
