@@ -16,7 +16,8 @@ from argosy.data.manifest import Manifest
 from argosy.engines.engine import Engine, Job
 from argosy.engines.local import Local
 from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
-from argosy.sweep.driver import Driver, run_sweep
+from argosy.errors import UserError
+from argosy.sweep.driver import Driver, run_sweep, would_sweep
 from argosy.sweep.load import load_sweep
 from argosy.sweep.study import Study
 from argosy.sweep.trials import DIVERGED, Limits, TrialOutcome, Trials
@@ -119,3 +120,19 @@ def test_conversations_are_prepared_as_trials_read_them(tmp_path: Path, corpus: 
     assert manifest.tokenizer_sha256 == Manifest.load(corpus).tokenizer_sha256
     assert manifest.rows is not None
     assert manifest.rows.seq_len == base.data.seq_len
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("", LaunchOptions(), "its run has no data to train on"),
+        ("data.sources = { d = 1.0 }\n", LaunchOptions(partition="fast"), "--on local: --partition has no meaning"),
+    ],
+)
+@pytest.mark.parametrize("act", [run_sweep, would_sweep])
+def test_a_dry_run_refuses_what_a_sweep_refuses_and_neither_writes(tmp_path: Path, act, data, options, message) -> None:
+    text = f"method = 'grid'\n[parameters]\nseed = [1]\n[run]\n{data}[run.train]\nsteps = 9\n"
+    (tmp_path / "s.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        act(load_sweep(tmp_path / "s.toml"), tmp_path / "sweep", options)
+    assert not (tmp_path / "sweep").exists()

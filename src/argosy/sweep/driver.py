@@ -22,6 +22,7 @@ from argosy.config.launch import LaunchOptions
 from argosy.config.load import RUN_FILE
 from argosy.config.schema import RunConfig
 from argosy.engines.record import LAUNCH_FOLDER, LaunchedJob
+from argosy.engines.table import engine_for_programs
 from argosy.errors import STOP_SIGNALS, Interrupted, RunFailed, UserError, signals_to
 from argosy.extend.loading import approve
 from argosy.launch.resolve import prepare_as_trained
@@ -33,6 +34,7 @@ from argosy.sweep.rungs import Bracket, RungDecision, halving, hyperband, judge
 from argosy.sweep.study import STUDY_JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
 from argosy.sweep.trials import (
     DIVERGED,
+    TRIAL_OPTIONS,
     Limits,
     Task,
     Trials,
@@ -334,6 +336,7 @@ def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions) -> Result:
     SIGTERM, once its trials have saved.
     """
     check_optuna()
+    _check_data(sweep)
     approve(sweep.base.extend.code)
     limits = limits_on(options.on, sweep.config)
     progress = Progress(enabled=True)
@@ -357,7 +360,9 @@ def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions) -> Result:
 def would_sweep(sweep: Sweep, folder: Path, options: LaunchOptions) -> list[str]:
     """Return what `run_sweep` would do, in words that go on from "would". Raises: UserError, as it before it begins."""
     check_optuna()
+    _check_data(sweep)
     limits, config = limits_on(options.on, sweep.config), sweep.config
+    engine_for_programs("trials", options, TRIAL_OPTIONS)
     count = sum(bracket.counts[0] for bracket in brackets_of(sweep)) or sweep.trials
     what = f"train {count} trials of {sweep.base.name} by {config.method}, to {config.direction} {config.metric}"
     if (folder / STUDY_JOURNAL).exists():
@@ -377,17 +382,21 @@ def show_sweep(sweep: Sweep, folder: Path) -> Result:
     return Result.of(sweep, folder, Study(folder, sweep, may_write=False))
 
 
-def _prepare_data(sweep: Sweep, progress: Progress) -> None:
-    """Prepare the data that all trials read, once. Raises: UserError if there are none."""
+def _check_data(sweep: Sweep) -> None:
+    """Raise UserError if trials have no data to train on."""
     data = sweep.base.data
-    if data.prepare.input:
-        prepare_as_trained(sweep.base, progress)
-        progress.close()
-    elif not data.sources and not any(p.key.startswith("data") for p in sweep.parameters):
+    if not data.prepare.input and not data.sources and not any(p.key.startswith("data") for p in sweep.parameters):
         raise UserError(
             f"{sweep.path}: its run has no data to train on. Give data.sources (folders that `argosy prepare` wrote), "
             "or data.prepare.input (text to prepare)."
         )
+
+
+def _prepare_data(sweep: Sweep, progress: Progress) -> None:
+    """Prepare the data that all trials read, once."""
+    if sweep.base.data.prepare.input:
+        prepare_as_trained(sweep.base, progress)
+        progress.close()
 
 
 def _say_what_does_not_fit(sweep: Sweep, limits: Limits, say: Callable[[str], None]) -> None:
