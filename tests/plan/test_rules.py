@@ -230,7 +230,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         rules.experts_are_dealt_out,
         "dp_shard=2,ep=4",
         {"model": {"moe": {"experts": 8}}},
-        "plan.ep = 4 does not divide plan.dp_shard x plan.cp = 2",
+        "plan.ep = 4 does not divide dp_shard x cp = 2. Try plan.ep = 2.",
     ),
     (rules.compressed_sums_have_replicas, "dp_shard=2,sync=bf16", {}, "plan.sync = bf16 with plan.dp_replicate = 1"),
     (

@@ -253,11 +253,10 @@ def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     experts = run.model.moe.experts
     if not experts:
         return f"plan.ep = {plan.ep}, and the model has no experts (model.moe.experts = 0). Leave ep out."
-    if experts % plan.ep:
-        good = [ep for ep in divisors(experts) if ep > 1]
-        remedy = f" Try plan.ep = {around(plan.ep, good)}." if good else ""
-        return f"plan.ep = {plan.ep} does not divide model.moe.experts = {experts}.{remedy}"
-    return f"plan.ep = {plan.ep} does not divide plan.dp_shard x plan.cp = {plan.dp_shard * plan.cp}."
+    of, many = ("model.moe.experts", experts) if experts % plan.ep else ("dp_shard x cp", plan.dp_shard * plan.cp)
+    good = [ep for ep in divisors(many) if ep > 1 and experts % ep == 0]
+    remedy = f"Try plan.ep = {around(plan.ep, good)}." if good else "Leave ep out."
+    return f"plan.ep = {plan.ep} does not divide {of} = {many}. {remedy}"
 
 
 @rule(lambda p, run: (p.is_("overlap_experts", True) & (p.ep == 1)) | (p.is_("async_tp", True) & (p.tp == 1)))
