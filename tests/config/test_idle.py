@@ -8,6 +8,7 @@ import pytest
 
 from argosy.cli.options import parse_run
 from argosy.cli.train import Options
+from argosy.config.dump import save_run
 from argosy.config.idle import GIVEN, LEFT_OUT, READ_WITH, SYNC, idle_keys
 from argosy.config.load import load
 from argosy.config.optimizer import OPTIMIZERS
@@ -92,6 +93,16 @@ def test_what_a_preset_says_and_options_leave_without_effect_is_not_told(tmp_pat
         warnings.simplefilter("error", ArgosyWarning)
         parse_run(["--model.preset", "llama4-maverick", "--schedule.kind", "constant"], "", Options)
         parse_run([str(path), "--optimizer.kind", "muon"], "", Options)
+
+
+@pytest.mark.parametrize("preset", ["llama-5m", "llama4-maverick"])
+def test_the_file_of_a_runs_folder_says_nothing_in_vain(preset: str, tmp_path: Path):
+    path = tmp_path / "run.toml"
+    run = load(None, {"model.preset": preset, "data.sources": {"d": 1.0}})
+    save_run(run.with_keys(plan="microbatch=4"), path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ArgosyWarning)
+        assert parse_run([str(path)], "", Options)[1].model == run.model
 
 
 def test_a_key_is_told_once_and_for_the_first_reason(tmp_path: Path):

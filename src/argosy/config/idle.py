@@ -18,6 +18,8 @@ from argosy.errors import ArgosyWarning
 GIVEN, LEFT_OUT = "*", "-"
 """Words of a row: the other key has a value, or none (0, false, empty)."""
 SYNC = "plan.sync"
+WRITTEN_ALWAYS = "data.prepare.out"
+"""The file of every run's folder has its place, though nobody gave it."""
 _ROUNDS, _COMPRESSED, _PREFERENCES = "local diloco", "int8 int4 powersgd topk sign", "dpo ipo simpo orpo kto"
 _KIND, _OBJECTIVE, _FILTERS = "model.rope_scaling.kind", "train.objective", "data.prepare.filters"
 _SINKS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus", "opentelemetry")
@@ -88,7 +90,8 @@ READ_WITH: tuple[tuple[str, str, str, str], ...] = (
 
 def idle_keys(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield each key that has another value than its default and that `run` does not read, and a sentence about it."""
-    changed = [dotted(key) for key, field in key_fields(RunConfig).items() if _value(run, dotted(key)) != field.default]
+    fields = {dotted(key): field for key, field in key_fields(RunConfig).items() if dotted(key) != WRITTEN_ALWAYS}
+    changed = [key for key, field in fields.items() if _value(run, key) != field.default]
     for table, names, choosers, words in READ_WITH:
         keys = [key for key in changed if _is_of(key, table, names.split())]
         others = choosers.split()
@@ -101,6 +104,7 @@ def idle_keys(run: RunConfig) -> Iterator[tuple[str, str]]:
 def load_told(source: str | Path | None, options: Mapping[str, object]) -> RunConfig:
     """Load a run with keys that the command line changes, and warn of each that it or the run file gives in vain.
 
+    Beside a model's preset, keys of the model may be the preset's, which the file of a run's folder spells out.
     Raises: as `load`.
     """
     run = load(source, options, overrides_mark=OPTION_MARK)
@@ -108,7 +112,7 @@ def load_told(source: str | Path | None, options: Mapping[str, object]) -> RunCo
         place = origin_of(source, key, options)
         if key in options:
             warnings.warn(f"{OPTION_MARK}{sentence}", ArgosyWarning, stacklevel=1)
-        elif place != NOWHERE and run_preset(source) is None:
+        elif place != NOWHERE and run_preset(source) is None and not (key.startswith("model.") and run.model.preset):
             warnings.warn(f"{place}: {sentence}", ArgosyWarning, stacklevel=1)
     return run
 
