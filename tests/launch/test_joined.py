@@ -10,7 +10,7 @@ import pytest
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.launch.joined import _settle, read_heartbeats, train_joined
+from argosy.launch.joined import _settle, check_world, read_heartbeats, train_joined
 from argosy.observe.heartbeat import UNREAD
 from argosy.parallel.world import World
 from argosy.supervise import scratch
@@ -26,6 +26,17 @@ def made_a_step(world: World, run_dir: Path, node: str) -> bool:
         heartbeat.took(0.25 + world.rank, {"step": 1.0, "forward": 0.25}, microbatches=1)
         world.barrier()  # the first one ends its lines with what the others tell by then
         return heartbeat is not UNREAD
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"RANK": "x"}, {"RANK": "2"}, {"RANK": "-1"}, {"WORLD_SIZE": ""}, {"MASTER_ADDR": ""}, {"MASTER_PORT": "70000"}],
+)
+def test_an_environment_that_names_no_process_of_a_world_is_refused(wrong: dict[str, str]) -> None:
+    right = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    check_world(right)
+    with pytest.raises(UserError, match=r"RANK = .*: they name no process of a world. Start it with torchrun"):
+        check_world(right | wrong)
 
 
 def test_the_last_step_of_each_rank_of_a_node_is_in_its_line(workers: WorkerPool, tmp_path: Path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -96,6 +96,21 @@ def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int
         metrics.write(readings, world_size)
 
 
+def check_world(environment: Mapping[str, str]) -> None:
+    """Raise UserError if the variables of torchrun do not name a process of a world."""
+    said = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    rank, size, port = (
+        int(said[name]) if said[name].isdecimal() and len(said[name]) < 10 else -1
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
+    if not (0 <= rank < size and said["MASTER_ADDR"] and 0 < port < 2**16):
+        words = ", ".join(f"{name} = {value!r}" for name, value in said.items())
+        raise UserError(
+            f"{words}: they name no process of a world. Start it with torchrun, or unset RANK: then argosy starts the "
+            "processes itself."
+        )
+
+
 def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) -> Report | None:
     """Train in the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
@@ -107,7 +122,8 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
     """
     if is_server(run):
         raise UserError(f'site = "{run.site}" is a parameter server, which is one process. Start it without torchrun.')
-    is_first = os.environ["RANK"] == "0"
+    check_world(os.environ)
+    is_first = int(os.environ["RANK"]) == 0
     run_dir = (run_dir or Path("runs") / run.name).absolute()
     run_folder.check_parts(run_dir, run)
     approve(run.extend.code)
