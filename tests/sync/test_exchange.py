@@ -92,7 +92,7 @@ def test_a_site_that_loses_its_folder_after_it_was_ready_makes_its_change_again(
     run.finish()
     lines = run.sites["A"].ledger.lines
     assert all(list(line.tokens) == ["A", "B"] for line in lines)
-    assert [line.attempt for line in lines] == [1] * 5 + [2] + [1] * 6  # of the first attempt nothing is used
+    assert [line.attempt for line in lines] == [1] * 5 + [3] + [1] * 6  # of the first attempt nothing is used
 
 
 def test_what_was_left_of_a_change_is_not_sent_before_it_is_encoded_anew(
@@ -170,6 +170,25 @@ def test_a_link_that_was_cut_between_two_halves(country: Callable[..., Country])
     run.cut.clear()
     run.finish()
     assert run.sites["A"].events("site_gives_way")  # the others were two
+    check_samples(run)
+
+
+@pytest.mark.parametrize(("cut", "left"), [("BC", "AB"), ("AC", "AB"), ("AB", "AC")])
+def test_two_sites_that_do_not_hear_each_other_hold_nobody_up(
+    country: Callable[..., Country], cut: str, left: str
+) -> None:
+    """A third hears both: one of them is left out, and follows what the others decide. None decides otherwise."""
+    run = country(names="ABC", rounds=30)
+    run.start()
+    run.until(lambda: run.sites["A"].rounds == 4)
+    run.cut.add(frozenset(cut))
+    run.pass_time(45)
+    assert min(site.rounds for site in run.sites.values()) > 8
+    assert all(list(line.tokens) == list(left) for line in run.sites["A"].ledger.lines[5:])
+    run.cut.clear()
+    run.finish()
+    assert list(run.sites["A"].ledger.lines[-1].tokens) == list("ABC")
+    assert not any(site.events("site_gives_way") or site.events("state_taken") for site in run.sites.values())
     check_samples(run)
 
 

@@ -61,6 +61,8 @@ class SiteExchange:
         self._line_from = ""
         self._assembly: Assembly | None = None
         self._quorum_s: float | None = None
+        self._apart_s: float | None = None
+        """Since when sites of the proposal at hand have not been connected with each other."""
         self._weights: dict[str, int] = {}
         self._begin()
         self._links = links(self)
@@ -238,7 +240,7 @@ class SiteExchange:
         self._ready: dict[str, Contribution] = {}
         self._encoding: Future[None] | None = None
         self._attempts = 0
-        self._quorum_s = None
+        self._quorum_s = self._apart_s = None
         self._line = None
         self._began_bytes = self._sent_bytes
         self._ready_s = 0.0
@@ -314,18 +316,30 @@ class SiteExchange:
         """Name the sites of a round once all members are ready, or a quorum is and the wait for others is over."""
         now = time.monotonic()
         here = [n for n in self.sites.names if n in self._ready and n in self._members and self._others.is_connected(n)]
+        here = self._others.together(here)
         self._quorum_s = None if len(here) < self.sites.quorum else self._quorum_s or now
         if self._quorum_s is None or not self._is_leader() or self._others.holder(self._number) is not None:
             return
         if self._assembly is not None:
-            if all(self._others.is_alive(name) for name in self._assembly.proposal.names):
+            names = self._assembly.proposal.names
+            self._apart_s = None if set(names) <= set(here) else self._apart_s or now
+            is_apart = self._apart_s is not None and now - self._apart_s >= self.sites.run.sync.patience_s
+            if not is_apart and all(map(self._others.is_alive, names)):
                 return
         elif not self._expected() <= set(here) and now - self._quorum_s < self.sites.run.sync.patience_s:
             return
         tokens = {name: self._ready[name].tokens for name in here}
-        proposal = Proposal(self._attempts + 1, tuple(here))
+        self._apart_s = None
+        proposal = Proposal(self._next_attempt(), tuple(here))
         self._work_on(proposal, self._weights_of(tokens))
         self._links.tell_all(self._my_proposal(proposal))
+
+    def _next_attempt(self) -> int:
+        """Return the number of the next proposal: later than those before, and never that of another site's. Where two
+        lead, as one of them does not hear the other, a slice of one proposal must not pass for that of the other.
+        """
+        number, names = self._attempts + 1, self.sites.names
+        return number + (names.index(self.sites.me) + 1 - number) % len(names)
 
     def _expected(self) -> set[str]:
         """Return the members of the round at hand, without those that were waited for in the last one and are gone."""
@@ -333,15 +347,16 @@ class SiteExchange:
         return set(self._members if last is None else self._members & (last.tokens.keys() | self._near()))
 
     def _near(self) -> set[str]:
-        """Return the sites whose ranks have nearly come to the round at hand."""
+        """Return the sites whose ranks have nearly come to the round at hand, and that can exchange their changes."""
         mine = self._recovery.standing()
-        return {name for name in self.sites.names if self._others.is_near(name, self._number, mine)}
+        return set(self._others.together([n for n in self.sites.names if self._others.is_near(n, self._number, mine)]))
 
     def _work_on(self, proposal: Proposal, weights: dict[str, int]) -> None:
-        """Work on this proposal from now on, if it is a later one than that at hand, or decided."""
+        """Work on this proposal from now on, unless one of the same site is at hand that is later, or it is decided."""
         if self._assembly is not None:
             at_hand = self._assembly.proposal
-            if at_hand == proposal or (proposal.attempt < at_hand.attempt and self._line is None):
+            is_of_same = (at_hand.attempt - proposal.attempt) % len(self.sites.names) == 0  # `_next_attempt`
+            if at_hand == proposal or (is_of_same and proposal.attempt < at_hand.attempt and self._line is None):
                 return
         self._count(proposal.attempt)
         self._let_go()

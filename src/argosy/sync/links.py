@@ -17,7 +17,7 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -374,6 +374,25 @@ class PeerTable:
         if self.is_connected(name):
             return True
         return time.monotonic() - self._links.heard_s[name] < self._sites.run.sync.patience_s
+
+    def together(self, names: Sequence[str]) -> list[str]:
+        """Return the sites of the largest group in which all are connected with each other, as one end of a link says.
+
+        Each group begins with one of `names`, and takes every further one that goes with it.
+        """
+        groups = []
+        for first in names:
+            group = [first]
+            for name in names:
+                if name != first and all(self._are_connected(name, other) for other in group):
+                    group.append(name)
+            groups.append([name for name in names if name in group])
+        return max(groups, key=len, default=[])
+
+    def _are_connected(self, one: str, other: str) -> bool:
+        if self._sites.me in (one, other):
+            return self.is_connected(one) and self.is_connected(other)
+        return other in self.standing(one).connected or one in self.standing(other).connected
 
     def leader(self, number: int) -> str:
         return next(name for name in self._sites.names if name == self._sites.me or self._may_lead(name, number))

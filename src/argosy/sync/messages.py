@@ -15,7 +15,7 @@ from argosy.config.sync import MOST_LOCAL_STEPS
 from argosy.processes.connection import DEFERRED, Count, Text, WireRecord, decoded, encoded
 from argosy.sync.ledger import AnyFloat, Chain, Crc, Line, Ranges, SiteName, Tokens
 
-VERSION = 6
+VERSION = 7
 MESSAGE_PIECE_BYTES = 1 << 18
 """Files, weights and gradients travel in pieces of so many bytes at most."""
 AHEAD_BYTES = 1 << 23
@@ -87,6 +87,8 @@ class SiteProgress(WireRecord):
     """Rounds that its ranks have made; they train in the next one, or wait for it."""
     adopts: bool = False
     """True while it is to take over another site's state, or lines of its ledger: it decides nothing."""
+    connected: tuple[SiteName, ...] = ()
+    """Sites that it is connected with."""
 
 
 def gives_way(me: str, mine: SiteProgress, other: str, its: SiteProgress, names: Sequence[str]) -> bool:

@@ -289,8 +289,9 @@ class SiteRecovery:
     def standing(self) -> SiteProgress:
         lines, tokens, reached = self._ledger.lines, self._ledger.tokens, self._sites.reached_round()
         return SiteProgress(
-            rounds=len(lines), chain=chain_of(lines), tokens=tokens, reached=reached, adopts=self.is_under_way
-        )
+            rounds=len(lines), chain=chain_of(lines), tokens=tokens, reached=reached, adopts=self.is_under_way,
+            connected=tuple(self._links.sites),
+        )  # fmt: skip
 
     def tend(self) -> bool:
         """Do what can be done now. Returns True once the ledger is another, or whole again."""
