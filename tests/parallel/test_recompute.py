@@ -323,9 +323,10 @@ def test_the_cost_of_attention_grows_with_the_tokens_attended_to() -> None:
 
 
 def test_the_cost_of_attention_inside_documents_is_that_of_documents_of_their_mean_length() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.varlen import varlen_attn
 
-    with FakeTensorMode():
+    with FakeTensorMode(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # to choose one, torch would ask the GPU
         q = torch.ones(1024, 4, 64, dtype=torch.bfloat16, device="cuda")
         starts = torch.zeros(1 + 8, dtype=torch.int32, device="cuda")
         costs = flops_per_byte(lambda: varlen_attn(q, q, q, starts, starts, 1024, 1024, window_size=(-1, 0)))

@@ -11,6 +11,8 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
+
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import dense_widths, head_counts, names_of_heads
 from argosy.plan.layouts import Layouts
@@ -297,7 +299,7 @@ def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
         (p.is_("precision", "fp8", "fp8_blockwise", "mxfp8") & (run.model.moe.experts > 0))
         | (p.is_("precision", "fp16") & p.is_("weights", "bf16"))
         | (p.is_("precision", "mxfp8") & (p.microbatch * run.data.seq_len // p.cp % FP8["mxfp8"] != 0))
-        | (p.is_("fp8_gather", True) & ~p.is_("precision", "fp8_rowwise"))
+        | (p.is_("fp8_gather", True) & np.logical_not(p.is_("precision", "fp8_rowwise")))
     )
 )
 def number_formats_go_together(plan: Plan, run: RunConfig) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import FakeWork, _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -108,8 +108,8 @@ ModeT = TypeVar("ModeT", bound=FakeTensorMode)
 
 @contextmanager
 def fake_memory(mode: ModeT) -> Iterator[ModeT]:
-    """Turn `mode` on in this block. Two of torch's parts are told that tensors have no memory, which no public switch
-    does."""
+    """Turn `mode` on in this block. Two of torch's parts are told that tensors have no memory, and a third that messages
+    are on their way until they are waited for, as gloo's reduce-scatters are: no public switch does."""
     reset, propagate = FSDPParam.reset_sharded_param, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def reset_if_new(self: FSDPParam) -> None:
@@ -126,6 +126,7 @@ def fake_memory(mode: ModeT) -> Iterator[ModeT]:
     with (
         replaced(FSDPParam, "reset_sharded_param", reset_if_new),
         replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
+        replaced(FakeWork, "is_completed", lambda _: False),
         mode,
     ):
         yield mode
