@@ -88,8 +88,9 @@ READ_WITH: tuple[tuple[str, str, str, str], ...] = (
 """A table, keys of it (* stands for all), other keys, and values of one of these with which the run reads the first."""
 
 
-def idle_keys(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield each key that has another value than its default and that `run` does not read, and a sentence about it."""
+def idle_keys(run: RunConfig) -> Iterator[tuple[str, list[str], str]]:
+    """Yield each key that has another value than its default and that `run` does not read, the other keys that decide
+    this, and a sentence about it."""
     fields = {dotted(key): field for key, field in key_fields(RunConfig).items() if dotted(key) != WRITTEN_ALWAYS}
     changed = [key for key, field in fields.items() if _value(run, key) != field.default]
     for table, names, choosers, words in READ_WITH:
@@ -98,20 +99,23 @@ def idle_keys(run: RunConfig) -> Iterator[tuple[str, str]]:
         if keys and not any(_is_read(run, other, words) for other in others):
             changed = [key for key in changed if key not in keys]
             for key in keys:
-                yield key, f"{key} = {shown(_value(run, key))} has no effect {_why(run, others, words)}."
+                yield key, others, f"{key} = {shown(_value(run, key))} has no effect {_why(run, others, words)}."
 
 
 def load_told(source: str | Path | None, options: Mapping[str, object]) -> RunConfig:
     """Load a run with keys that the command line changes, and warn of each that it or the run file gives in vain.
 
-    Beside a model's preset, keys of the model may be the preset's, which the file of a run's folder spells out.
+    Beside a model's preset, keys of the model may be the preset's, which the file of a run's folder spells out. What
+    the file gives beside a key that the command line changes has its effect without that.
     Raises: as `load`.
     """
     run = load(source, options, overrides_mark=OPTION_MARK)
-    for key, sentence in idle_keys(run):
+    for key, others, sentence in idle_keys(run):
         place = origin_of(source, key, options)
         if key in options:
             warnings.warn(f"{OPTION_MARK}{sentence}", ArgosyWarning, stacklevel=1)
+        elif any(other.removesuffix(".sync") in options for other in others):
+            continue
         elif place != NOWHERE and run_preset(source) is None and not (key.startswith("model.") and run.model.preset):
             warnings.warn(f"{place}: {sentence}", ArgosyWarning, stacklevel=1)
     return run

@@ -108,8 +108,8 @@ ModeT = TypeVar("ModeT", bound=FakeTensorMode)
 
 @contextmanager
 def fake_memory(mode: ModeT) -> Iterator[ModeT]:
-    """Turn `mode` on in this block. Two of torch's parts are told that tensors have no memory, and a third that messages
-    are on their way until they are waited for, as gloo's reduce-scatters are: no public switch does."""
+    """Turn `mode` on in this block. Two of torch's parts are told that tensors have no memory, a third that messages
+    last until they are waited for, as gloo's reduce-scatters do: no public switch does."""
     reset, propagate = FSDPParam.reset_sharded_param, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def reset_if_new(self: FSDPParam) -> None:

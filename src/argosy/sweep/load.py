@@ -399,7 +399,7 @@ def _warn_of_idle_parameters(sweep: Sweep) -> None:
     found = []
     for values in some_combinations(sweep.parameters):
         with suppress(UserError):  # keys that do not go together, beside others that do
-            found.append(dict(idle_keys(sweep.run_of(values))))
+            found.append({key: sentence for key, _, sentence in idle_keys(sweep.run_of(values))})
     for key, place in sweep.places.items():
         if found and all(key in idle for idle in found):
             warnings.warn(f"{place}{found[0][key]}", ArgosyWarning, stacklevel=1)
