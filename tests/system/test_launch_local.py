@@ -33,6 +33,7 @@ def test_what_only_clusters_have_is_refused_and_a_run_that_was_not_launched_is_n
     assert "there is no sbatch here" in _without_programs(run, "slurm")
     assert "there is no ssh here" in _without_programs(run, "ssh", "--hosts", "a,b")
     (run.run_dir / "events").mkdir(parents=True)
+    (run.run_dir / "run.toml").touch()
     assert "the run was not launched" in run.folder.argosy_here("stop", "runs/tiny", code=2)
 
 

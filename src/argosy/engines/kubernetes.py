@@ -112,7 +112,7 @@ class Kubernetes(Engine):
         secret = secret_of(job.home).decode() if is_given or job.run.site else secrets.token_hex(32)
         if needs_access(lease_of(job, place)):
             _allow(place)
-        uid = _object("create", "-f", "-", text=json.dumps(made))["metadata"]["uid"]
+        uid = _parsed("create", "-f", "-", text=json.dumps(made))["metadata"]["uid"]
         try:
             for owned in belongings(job, place, secret, uid):
                 _ask("create", "-f", "-", text=json.dumps(owned))
@@ -124,12 +124,12 @@ class Kubernetes(Engine):
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what the JobSet's conditions and its pods say."""
-        if not (found := _object("get", "jobset", job.id, *_where(job), "--ignore-not-found")):
+        if not (found := _parsed("get", "jobset", job.id, *_where(job), "--ignore-not-found")):
             return "ended", "no longer known to Kubernetes"
         for condition in found.get("status", {}).get("conditions", ()):
             if condition["type"] in ("Completed", "Failed") and condition["status"] == "True":
                 return "ended", f"{condition['type'].lower()}: {condition.get('message', '')}".rstrip(": ")
-        pods = _object("get", "pods", *_where(job), *_selected(job)).get("items", ())
+        pods = _parsed("get", "pods", *_where(job), *_selected(job)).get("items", ())
         running = sum(pod.get("status", {}).get("phase") == "Running" for pod in pods)
         if "deletionTimestamp" in found["metadata"]:
             return "running", f"being stopped, {running} pods are left"
@@ -183,7 +183,7 @@ def _place(job: RunJob, namespace: str, mark: str) -> ClusterPlace:
 
 def _check_claim(job: RunJob, place: ClusterPlace) -> None:
     """Raises: UserError if the volume is not there, or several nodes cannot write to it."""
-    found = _object("get", "pvc", place.claim, f"--namespace={place.namespace}")
+    found = _parsed("get", "pvc", place.claim, f"--namespace={place.namespace}")
     modes = found.get("spec", {}).get("accessModes", [])
     if job.nodes > 1 and "ReadWriteMany" not in modes:
         raise UserError(
@@ -229,7 +229,7 @@ def _selected(job: LaunchedJob) -> list[str]:
     return [f"--selector={JOBSET_LABEL}={job.id}"]
 
 
-def _object(*words: str, text: str | None = None) -> Object:
+def _parsed(*words: str, text: str | None = None) -> Object:
     """Return the object that kubectl prints with these words; empty if it prints nothing. Raises: UserError."""
     said = _ask(*words, "-o", "json", text=text)
     try:
