@@ -1,7 +1,7 @@
 """The command line of one command: its own options, every key of the run as one more, and its `--help`.
 
-The values of keys go to `argosy.config` as
-they were typed, so that a file and the command line are checked by the same rules and answered in the same words."""
+The values of keys go to `argosy.config` as they were typed, so that a file and the command line are checked by the same
+rules and answered in the same words."""
 
 from __future__ import annotations
 
