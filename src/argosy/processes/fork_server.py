@@ -61,8 +61,8 @@ GLIBC_TUNABLES = "GLIBC_TUNABLES"
 """glibc's environment variable, read when a process starts."""
 FEW_HOLES = "glibc.malloc.tcache_max=24:glibc.malloc.mxfast=0"
 """Its value, where the user has set none. An aligned tensor leaves up to 96 bytes free before and behind it. By default
-glibc keeps these apart for small objects, so that no tensor of that size fits into the hole that the first one leaves
-(`benchmarks/results/planner_memory_cpu.md`)."""
+glibc 2.36 keeps these apart for small objects, so that no tensor of that size fits into the hole that the first one
+leaves (`benchmarks/results/planner_memory_cpu.md`); 2.43 does not."""
 GPU_DRIVERS = Path("/dev/nvidiactl"), Path("/dev/kfd")
 """Files of NVIDIA's and AMD's drivers. Where one is, tensors are on GPUs, and glibc keeps its defaults: with
 `FEW_HOLES` eight layers of 16 x 16, forward and backward, take a core 393 us in place of 366 (torch 2.13, Intel)."""
