@@ -205,9 +205,8 @@ def _parse(
 def _side_by_side(extra: Callable[[], Any], run: Callable[[], Any]) -> type:
     """Return the form whose options are those of both, without a prefix."""
     forms = {"extra": extra, "run": run}
-    parts = [
-        (name, Annotated[form, tyro.conf.arg(name="")], field(default_factory=form)) for name, form in forms.items()
-    ]
+    flat = tyro.conf.arg(name="")
+    parts = [(name, Annotated[form, flat], field(default_factory=form)) for name, form in forms.items()]
     return make_dataclass("Both", parts)
 
 
@@ -316,7 +315,8 @@ def _words(value: object) -> Any:
 def _changes(before: Any, after: Any, config: Section, typed: Collection[Key], above: Key = ()) -> Any:
     """Yield (dotted key, value) for each leaf of the form that was typed (positional: that has changed)."""
     for name, info in type(config).model_fields.items():
-        value, old, new = getattr(config, name), getattr(before, name, None), getattr(after, name, None)
+        value = getattr(config, name)
+        old, new = getattr(before, name, None), getattr(after, name, None)
         if isinstance(value, Section):
             yield from _changes(old, new, value, typed, (*above, name))
         elif old != new or (*above, name) in typed:
