@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy stop", Options)
     from argosy.engines.table import engine_of, state_of
     from argosy.launch.launched import holders, jobs_of
-    from argosy.sync.layout import SITES
+    from argosy.sync.layout import site_folder
 
     problems, would = [], []
     for name, job in jobs_of(options.run).items():
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
         if options.dry_run:
             would += [] if has_ended else [f"tell {whose}, which is {state}, to save and end"]
             continue
-        held_by = holders(options.run / SITES / name if name else options.run) if has_ended else []
+        held_by = holders(site_folder(options.run, name)) if has_ended else []
         if held_by:
             problems.append(f"{whose} has ended, but {', '.join(held_by)} trains it: `kill` it there, and it saves")
             continue
