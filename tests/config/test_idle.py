@@ -9,19 +9,25 @@ import pytest
 from argosy.cli.options import parse_run
 from argosy.cli.train import Options
 from argosy.config.dump import save_run
-from argosy.config.idle import GIVEN, LEFT_OUT, READ_WITH, SYNC, idle_keys
+from argosy.config.idle import GIVEN, LEFT_OUT, PLAN, READ_WITH, SEVERAL, SYNC, idle_keys
 from argosy.config.load import load
 from argosy.config.optimizer import OPTIMIZERS
 from argosy.config.schema import RunConfig
 from argosy.config.section import key_fields, key_of, meanings, sections, value_type
 from argosy.errors import ArgosyWarning
+from argosy.plan.plan import Plan
 from argosy.plan.sync import COMPRESSED, SYNC_WORDS
 from argosy.sinks.table import SINKS
 
 OTHERS = ("balance", "beta1", "beta2", "window", "short_divisors", "long_divisors")
 """Keys whose texts begin so though they choose, are read under all words, or are refused under others."""
-SINGLE = [key_of(f"{table}.{name}") for table, names, _, _ in READ_WITH for name in names.split() if name != "*"]
-RULED = {SYNC: SYNC_WORDS, "optimizer.kind": OPTIMIZERS, "observe.sinks": tuple(SINKS)}
+ROWS = [row for row in READ_WITH if row[0] != "plan"]
+SINGLE = [key_of(f"{table}.{name}") for table, names, _, _ in ROWS for name in names.split() if name != "*"]
+RULED = {f"{PLAN}{word}": get_args(Plan.model_fields[word].annotation) for word in ("schedule", "recompute")} | {
+    SYNC: SYNC_WORDS,
+    "optimizer.kind": OPTIMIZERS,
+    "observe.sinks": tuple(SINKS),
+}
 """Keys that choose, beside those whose type has their words."""
 
 
@@ -33,14 +39,16 @@ def words_of(chooser: str) -> tuple[str, ...]:
 
 def test_each_key_and_word_of_the_table_exists():
     for table, names, choosers, words in READ_WITH:
-        assert key_of(table) in sections(RunConfig)
-        if words not in (GIVEN, LEFT_OUT):
+        assert key_of(table) in sections(RunConfig) or table == "plan"
+        if words not in (GIVEN, LEFT_OUT, SEVERAL):
             assert set(words.split()) < set(words_of(choosers)), (table, names)
     assert set(SINGLE) <= key_fields(RunConfig).keys()
+    of_plans = {word for table, names, _, _ in READ_WITH if table == "plan" for word in names.split()}
+    assert of_plans <= Plan.model_fields.keys()
 
 
 def test_the_table_agrees_with_texts_that_begin_with_the_words_under_which_a_key_is_read():
-    by_words = [row for row in READ_WITH if row[3] not in (GIVEN, LEFT_OUT)]
+    by_words = [row for row in ROWS if row[3] not in (GIVEN, LEFT_OUT)]
     told = {key_of(f"{table}.{n}"): {*words.split()} for table, names, _, words in by_words for n in names.split()}
     known = {key_of(table): {*words_of(chooser)} for table, _, chooser, words in by_words}
     found = 0
@@ -68,11 +76,28 @@ def test_an_option_and_a_line_that_have_no_effect_are_told_and_what_would_read_t
     ]
 
 
+def test_words_of_a_plan_that_have_no_effect_are_told(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text('plan = "dp_replicate=2,zero=1"\n')
+    with pytest.warns(ArgosyWarning) as told:
+        parse_run([str(path)], "", Options)
+        parse_run([str(path), "--plan", "pp=1,schedule=zbv,stages_per_rank=3,recompute_every=2"], "", Options)
+    assert [str(one.message).removeprefix(f"{path}") for one in told] == [
+        ":1: plan.zero = 1 has no effect without plan.dp_shard or plan.cp; give that too, or leave it out.",
+        '--plan: plan.schedule = "zbv" has no effect without plan.pp; give that too, or leave it out.',
+        '--plan: plan.stages_per_rank = 3 has no effect with plan.schedule = "zbv"; leave it out, or set that to '
+        "interleaved_1f1b or interleaved_zero_bubble.",
+        "--plan: plan.recompute_every = 2 has no effect without plan.recompute; give that too, or leave it out.",
+    ]
+
+
 @pytest.mark.parametrize(
     "keys",
     [
         {"optimizer.kind": "muon", "optimizer.momentum": 0.5},
         {"plan": "auto, sync=topk", "sync.density": 0.1, "sync.exact_steps": 3},
+        {"plan": "auto,schedule=zbv,zero=1,recompute_every=2"},
+        {"plan": "pp=2,cp = 2,schedule=interleaved_1f1b,stages_per_rank=3,zero=1,recompute=full,recompute_every=2"},
         {"plan": "auto,sync=auto", "sync.density": 0.1, "sync.fragments": 2},
         {"sites": [{"name": "a"}, {"name": "b"}], "sync.every_steps": 30},
         {"observe.sinks": ["wandb", "prometheus"], "observe.wandb.project": "x", "observe.prometheus.port": 0},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import reduce
@@ -15,9 +14,9 @@ from argosy.config.schema import RunConfig
 from argosy.config.section import dotted, key_fields
 from argosy.errors import ArgosyWarning
 
-GIVEN, LEFT_OUT = "*", "-"
-"""Words of a row: the other key has a value, or none (0, false, empty)."""
-SYNC = "plan.sync"
+GIVEN, LEFT_OUT, SEVERAL = "*", "-", "+"
+"""Words of a row: the other key has a value, or none (0, false, empty); a plan's axis has several ranks."""
+PLAN, SYNC = "plan.", "plan.sync"
 WRITTEN_ALWAYS = "data.prepare.out"
 """The file of every run's folder has its place, though nobody gave it."""
 _ROUNDS, _COMPRESSED, _PREFERENCES = "local diloco", "int8 int4 powersgd topk sign", "dpo ipo simpo orpo kto"
@@ -26,6 +25,11 @@ _SINKS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus", "openteleme
 _WEBHOOK = "observe.alerts.webhook observe.alerts.webhook_env"
 
 READ_WITH: tuple[tuple[str, str, str, str], ...] = (
+    ("plan", "schedule", "plan.pp", SEVERAL),
+    ("plan", "stages_per_rank", "plan.schedule", "interleaved_1f1b interleaved_zero_bubble"),
+    ("plan", "zero", "plan.dp_shard plan.cp", SEVERAL),
+    ("plan", "context", "plan.cp", SEVERAL),
+    ("plan", "recompute_every", "plan.recompute", "selective full"),
     ("optimizer", "eps", "optimizer.kind", "adamw muon"),
     ("optimizer", "momentum", "optimizer.kind", "muon"),
     ("schedule", "decay_fraction", "schedule.kind", "wsd"),
@@ -93,6 +97,8 @@ def idle_keys(run: RunConfig) -> Iterator[tuple[str, list[str], str]]:
     this, and a sentence about it."""
     fields = {dotted(key): field for key, field in key_fields(RunConfig).items() if dotted(key) != WRITTEN_ALWAYS}
     changed = [key for key, field in fields.items() if _value(run, key) != field.default]
+    if "auto" not in (plan := _plan_words(run)):  # which chooses what is not said, and so what is read
+        changed += [f"{PLAN}{word}" for word in plan]
     for table, names, choosers, words in READ_WITH:
         keys = [key for key in changed if _is_of(key, table, names.split())]
         others = choosers.split()
@@ -111,10 +117,12 @@ def load_told(source: str | Path | None, options: Mapping[str, object]) -> RunCo
     """
     run = load(source, options, overrides_mark=OPTION_MARK)
     for key, others, sentence in idle_keys(run):
-        place = origin_of(source, key, options)
-        if key in options:
-            warnings.warn(f"{OPTION_MARK}{sentence}", ArgosyWarning, stacklevel=1)
-        elif any(other.removesuffix(".sync") in options for other in others):
+        given = _key_that_gives(key)
+        place = origin_of(source, given, options)
+        if given in options:
+            told = f"{OPTION_MARK}{sentence}" if given == key else f"{place}: {sentence}"
+            warnings.warn(told, ArgosyWarning, stacklevel=1)
+        elif any(_key_that_gives(other) in options for other in others):
             continue
         elif place != NOWHERE and run_preset(source) is None and not (key.startswith("model.") and run.model.preset):
             warnings.warn(f"{place}: {sentence}", ArgosyWarning, stacklevel=1)
@@ -122,7 +130,7 @@ def load_told(source: str | Path | None, options: Mapping[str, object]) -> RunCo
 
 
 def _why(run: RunConfig, others: list[str], words: str) -> str:
-    if words == GIVEN:
+    if words in (GIVEN, SEVERAL) or _value(run, others[0]) is None:
         return f"without {' or '.join(others)}; give that too, or leave it out"
     now = f"with {others[0]} = {shown(_value(run, others[0]))}"
     if words == LEFT_OUT:
@@ -138,13 +146,26 @@ def _is_read(run: RunConfig, other: str, words: str) -> bool:
     value = _value(run, other)
     if words in (GIVEN, LEFT_OUT):
         return bool(value) == (words == GIVEN)
+    if words == SEVERAL:
+        return value not in (None, 1)
     if (other == SYNC and value == "auto") or (other == "optimizer.kind" and value not in OPTIMIZERS):
         return True
     return bool({*words.split()}.intersection(value if isinstance(value, tuple) else (value,)))
 
 
+def _key_that_gives(key: str) -> str:
+    """Return the key of the run file that gives `key`, which may be a word of its plan."""
+    return "plan" if key.startswith(PLAN) else key
+
+
+def _plan_words(run: RunConfig) -> dict[str, str | int]:
+    """Return the keys and values of the plan, as the run file has it; `auto` has no value."""
+    parts = ([part.strip() for part in word.partition("=")] for word in run.plan.split(","))
+    return {key: int(value) if value.isdecimal() else value for key, _, value in parts if key}
+
+
 def _value(run: RunConfig, key: str) -> object:
-    if key == SYNC:
-        found = re.search(r"\bsync *= *(\w+)", run.plan)
-        return found[1] if found else "diloco" if run.sites else "exact"
+    if key.startswith(PLAN):
+        usual = ("diloco" if run.sites else "exact") if key == SYNC else None
+        return _plan_words(run).get(key.removeprefix(PLAN), usual)
     return reduce(getattr, key.split("."), run)
