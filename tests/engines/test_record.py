@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from argosy.cli import main
+from argosy.config.load import RUN_FILE
+from argosy.engines.engine import ProgramJob
 from argosy.engines.local import job_of
 from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob
+from argosy.engines.slurm import ARRAY_NOTE, Slurm
 from argosy.engines.table import engine_of, state_of
 from argosy.errors import UserError
 
@@ -205,3 +208,24 @@ def test_without_a_home_a_job_is_recorded_without_a_seal(tmp_path, monkeypatch):
     (tmp_path / LAUNCH_FOLDER).mkdir()
     LaunchedJob(engine="slurm", id="4", submitted_s=0, nodes=1).save(tmp_path)
     assert not loaded(tmp_path).is_sealed and engine_of(loaded(tmp_path)).name == "slurm"
+
+
+def test_the_job_of_a_folder_is_not_that_of_its_copy(tmp_path, monkeypatch, capsys):
+    """`argosy stop` in the copy ended the job of the other folder, and nothing could be launched in the copy."""
+    run, copy, link = (tmp_path / "runs" / name for name in ("run", "copy", "link"))
+    monkeypatch.setattr(Slurm, "states", lambda self, jobs: [("running", "") for _ in jobs])
+    monkeypatch.setattr(Slurm, "stop", lambda self, job: pytest.fail(f"{job.id} was stopped"))
+    (run / LAUNCH_FOLDER).mkdir(parents=True)
+    LaunchedJob.submitted("slurm", "4711", 1, run / LAUNCH_FOLDER / "slurm-4711.out").save(run)
+    (run / RUN_FILE).touch()
+    shutil.copytree(run, copy)
+    link.symlink_to(run)
+    assert [state_of(loaded(folder))[0] for folder in (run, link, copy)] == ["running", "running", "ended"]
+    assert main(["stop", str(copy)]) == 0
+    assert f"its job 4711 on slurm is that of {run}, of which this is a copy" in capsys.readouterr().out
+    (copy / LAUNCH_FOLDER / ARRAY_NOTE).write_text('{"name": "run", "task": 0}')
+    monkeypatch.setattr(Slurm, "_left", {"4711": "run", "4711_0": "run"})
+    program = ProgramJob(title="run", module="argosy", words=(), work_dir=tmp_path, log=copy / LAUNCH_FOLDER / "log")
+    assert Slurm().find(program) is None
+    shutil.rmtree(run)
+    assert state_of(loaded(copy))[0] == "running"

@@ -76,7 +76,8 @@ def main(argv: list[str]) -> None:
         except UserError as problem:  # the other sites are to stop nevertheless
             problems.append(f"{whose} may not have been stopped: {problem}")
             continue
-        said = "has ended already" if has_ended else WILL[state].format(words)
+        said = f"is that of {job.original}, of which this is a copy" if job.original else "has ended already"
+        said = said if has_ended else WILL[state].format(words)
         answer(
             options.json, "stop", f"{whose} {said}", StoppedJob(name, job.engine, job.id, state, not has_ended, said)
         )

@@ -207,7 +207,9 @@ class Engine(ABC):
     def recorded(self, job: Job) -> LaunchedJob | None:
         """Return the last job that was started here for this one, if its record may be acted upon."""
         before = LaunchedJob.load(job.folder.parent)
-        if before is None or before.engine != self.name or before.foreign or (self.needs_seal and not before.is_sealed):
+        if before is None or before.engine != self.name or before.foreign or before.original:
+            return None
+        if self.needs_seal and not before.is_sealed:
             return None
         self.check_job(before)
         return before
@@ -224,7 +226,9 @@ class Engine(ABC):
         return [self.state(job) for job in jobs]
 
     def known(self, job: LaunchedJob) -> tuple[JobState, str]:
-        """Return `state`; unknown, and why, if the engine gives no answer."""
+        """Return `state`; unknown, and why, if the engine gives no answer. A copy of a run's folder has no job."""
+        if job.original:
+            return "ended", f"the job is that of {job.original}, and this folder is a copy"
         try:
             return self.state(job)
         except UserError as problem:

@@ -3,7 +3,8 @@
 A run's folder may be somebody else's, or a copy of it, and what its record says becomes words of ssh, kubectl and
 scancel. So nothing is done with a record that another user may have written; of this user's, each engine checks every
 word; and engines that are told where to go (a host, options of ssh, an address) act only upon a record with a seal: the
-HMAC of its text with a key that is kept in the user's home. A copied or changed record has none that holds.
+HMAC of its text with a key that is kept in the user's home. One that was changed, or is of another user, has none that
+holds; and of a folder that this user has copied, the job is that of the folder that was copied.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class LaunchedJob(BaseModel):
     """The other user who may have written the record; empty: none. Not in the file."""
     is_sealed: bool = Field(True, exclude=True)
     """False if it was read from a file without a seal of this user's. Not in the file."""
+    original: str = Field("", exclude=True)
+    """The run's folder that has the job, if the record was read from a copy of that; else empty. Not in the file."""
 
     @property
     def run_dir(self) -> Path:
@@ -100,7 +103,16 @@ class LaunchedJob(BaseModel):
             raise UserError(f"{path}: is no record of a launched run ({why}). Remove it, and launch again.") from None
         folder, name = path.parent.absolute(), Path(job.log).name
         log = str(folder if name == LAUNCH_FOLDER else folder / name) if name else ""
-        return job.model_copy(update={"log": log, "foreign": foreign, "is_sealed": job._has_seal()})
+        found = {"log": log, "foreign": foreign, "is_sealed": job._has_seal(), "original": job._original(path)}
+        return job.model_copy(update=found)
+
+    def _original(self, path: Path) -> str:
+        """Return the run's folder that this record was written to, if that still has one and `path` is another file."""
+        written = Path(self.log) if Path(self.log).name == LAUNCH_FOLDER else Path(self.log).parent
+        with suppress(OSError, ValueError):  # there is none now, or no path
+            if self.log and not (written / JOB_RECORD).samefile(path):
+                return str(written.parent)
+        return ""
 
     def _has_seal(self) -> bool:
         if not self.seal:

@@ -136,7 +136,8 @@ class Slurm(Engine):
         """Return the job of the record, or the one by whose name its folder was noted before it was submitted."""
         if (before := self.recorded(job)) is not None and before.id in self._left:
             return before
-        if not (job.folder / ARRAY_NOTE).exists():
+        record = LaunchedJob.load(job.folder.parent)
+        if not (job.folder / ARRAY_NOTE).exists() or (record is not None and record.original):
             return None
         note = json.loads((job.folder / ARRAY_NOTE).read_text())
         left = (job_id for job_id, name in self._left.items() if name == note["name"])
