@@ -59,7 +59,7 @@ def test_matmuls_of_the_models_shapes_say_how_much_slower_small_ones_are():
             n=n,
             kind="forward",
             number_format="fp32",
-            flops_per_s=0.8 * RATE / (1 + half / m) / (1 + half / k) / (1 + half / n),
+            flops_per_s=0.8 * RATE / (1 + half / m + half / k + half / n),
         )
         for m, k, n in product((16, 512), (32, 256), (8, 1024))
     )

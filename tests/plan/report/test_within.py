@@ -16,7 +16,7 @@ from argosy.plan.report.within import WithinAnswer, best_by_size, fewest_within,
 DAY = 86_400.0
 
 
-def request(cluster: str, tokens: float = 3e11, global_batch: int = 512, **asked: object) -> PlanRequest:
+def request(cluster: str, tokens: float = 4e11, global_batch: int = 512, **asked: object) -> PlanRequest:
     return of_model("llama3-8b", cluster, Question(tokens=tokens, global_batch=global_batch, **asked))
 
 

@@ -180,7 +180,7 @@ def _matmuls(device: Device, found: Measurements) -> dict[str, float]:
     speed = np.log(np.array([row.flops_per_s for row in rows]) / large)
     flops = sizes.prod(axis=1)
     half = HALF_SIZES[:, None, None] * large / device.memory_bytes_per_s / INTENSITY
-    slowed = np.log1p(half / sizes).sum(axis=2)
+    slowed = np.log1p((half / sizes).sum(axis=2))
     level = ((speed + slowed) * flops).sum(axis=1) / flops.sum()
     misses = ((speed + slowed - level[:, None]) ** 2 * flops).sum(axis=1)
     best = int(np.argmin(misses))

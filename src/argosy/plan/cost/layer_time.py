@@ -2,8 +2,9 @@
 
 Shapes are those of one microbatch on one rank: T = microbatch x seq_len / cp tokens, matrices cut by tp.
 
-Matmul of m x k by k x n: 2mkn FLOPs at the rate of large matmuls, slowed by (1 + c/m)(1 + c/k)(1 + c/n): tiles at the
-edges, and operands that are read too seldom; c grows with the device's FLOPs for each byte of memory bandwidth.
+Matmul of m x k by k x n: 2mkn FLOPs at the rate of large matmuls, slowed by 1 + c/m + c/k + c/n: a small dimension
+makes tiles reread their operands. c grows with the device's FLOPs for each byte of memory bandwidth, so that what is
+added is time of the memory, the same however fast the device computes.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class LayerModel(RankSizes):
         rate = self.matmul_flops_per_s if rate is None else rate
         narrow = self._in_fp8(k, (n,) if matrices is None else matrices)
         flops, half = 2 * m * k * n, self.half_size * np.where(narrow > 0, 1.0, self.wide)
-        slow = (1 + half / np.maximum(1, m)) * (1 + half / np.maximum(1, k)) * (1 + half / np.maximum(1, n))
+        slow = 1 + half * (1 / np.maximum(1, m) + 1 / np.maximum(1, k) + 1 / np.maximum(1, n))
         converted = (m * k + m * n + k * n) * self.activation_bytes / self.rates.memory_bytes_per_s
         quantize = narrow * self.constants.quantize * converted / 2
         return LayerTime(flops / rate * slow * (narrow + (1 - narrow) / self.wide) + quantize, 0.0, 0.0)
