@@ -106,7 +106,8 @@ def test_the_coordinator_s_death_is_a_pause(disturbed, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["agent", "fork_server"])
-def test_a_holder_s_death_leaves_no_orphan_and_loses_nothing(disturbed, undisturbed, whom):
+def test_a_holder_s_death_leaves_no_orphan_and_loses_nothing(folder, disturbed, undisturbed, whom):
+    folder.starts_anew = True  # a command that tests fork has a fork server of their own between
     run = disturbed().wait_for_step(7)
     if whom == "agent":
         run.kill_and_start_again()
@@ -123,8 +124,9 @@ def fork_server_of(run: Disturbed) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_fork_server_that_is_stopped_when_a_worker_dies_is_replaced(disturbed, undisturbed, ends):
+def test_a_fork_server_that_is_stopped_when_a_worker_dies_is_replaced(folder, disturbed, undisturbed, ends):
     """It tells of no end and forks nobody. `ends`: it dies then; else its agent has to see it."""
+    folder.starts_anew = True  # as above
     run = disturbed(PLANS["replicas"], "", *PATIENCE).wait_for_step(4)
     fork_server = fork_server_of(run)
     os.kill(fork_server, signal.SIGSTOP)
