@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
@@ -236,6 +236,17 @@ def kept_text(path: Path, make: Callable[[], str], mode: int = 0o666, most_chars
             file.flush()
             os.fsync(file.fileno())
         return text
+
+
+def append_whole(file: FileIO, data: bytes) -> None:
+    """Append `data` to an unbuffered file, all or nothing: a disk that becomes full takes a part. Raises: OSError."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def sync(file: BinaryIO) -> None:

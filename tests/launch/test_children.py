@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.errors import Interrupted, RunFailed, StorageError, UserError
 from argosy.launch.children import OTHERS_GONE_S, check_codes, started, supervise
 
 
@@ -32,6 +32,8 @@ def test_parts_that_compute_share_the_cores_and_end_as_they_end(tmp_path: Path, 
     [
         ({"oslo": 2, "lyon": 0}, UserError, r"^oslo ended with exit code 2\. "),
         ({"oslo": 2, "lyon": 1}, RunFailed, r"^oslo ended with exit code 2, lyon ended with exit code 1\. "),
+        ({"server-1": 74, "oslo": 0}, StorageError, r"^server-1 ended with exit code 74\. .* The same command goes on"),
+        ({"server-1": 74, "oslo": 75}, RunFailed, "oslo ended with exit code 75"),
         ({"oslo": 138, "lyon": 138}, Interrupted, "they have saved; the same command goes on"),
         ({"oslo": 143, "lyon": 1}, Interrupted, "they have saved; the same command goes on"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.data.order import Samples
+from argosy.errors import StorageError
 from argosy.sync.deal import RESERVE, AppliedUpdate, Shares, SiteOrder, merged
 from argosy.sync.ledger import Contribution, Line, RoundLedger, UpdateLedger, dealt_in, next_line, weights_of
 from dealt_samples import assert_each_sample_once
@@ -145,6 +148,23 @@ def test_an_update_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
         file.write(b'{"update": 1, "item')
     ledger.turn_back(1)
     assert len(ledger.updates) == 1
+
+
+def test_a_disk_that_takes_half_a_line_takes_none_and_ends_the_server_with_74(tmp_path: Path) -> None:
+    ledger = UpdateLedger(tmp_path)
+    ledger.turn_back(0)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), [(0, 8)], loss=2.5)
+    written = ledger.path.read_bytes()
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(written) + 20, most[1]))
+    try:
+        with pytest.raises(StorageError, match="could not be written") as full:
+            ledger.add(AppliedUpdate(1, 1, "A", 1), [(8, 16)], loss=2.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert full.value.exit_code == 74 and ledger.path.read_bytes() == written
 
 
 def test_a_ledger_that_lacks_updates_of_a_checkpoint_is_refused(tmp_path: Path) -> None:

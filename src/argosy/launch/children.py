@@ -15,7 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from argosy.engines.local import spawn
-from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError, signals_to
+from argosy.errors import (
+    STOP_SIGNALS,
+    ArgosyError,
+    Interrupted,
+    Retryable,
+    RunFailed,
+    StorageError,
+    UserError,
+    error_of,
+    signals_to,
+)
 from argosy.processes.child import TIED_TO
 from argosy.sync.layout import SITES
 
@@ -127,7 +137,8 @@ def _alone_s(children: Mapping[str, subprocess.Popen[bytes]], servers: Collectio
 def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
     """Raise what the parts ended with that did not end well, given the exit code of each.
 
-    saved: said if a signal has ended them. folder: that of the run. Raises: Interrupted, UserError, RunFailed.
+    saved: said if a signal has ended them. folder: that of the run. Raises: Interrupted; the error of these parts if
+    they have one exit code, else RunFailed.
     """
     wrong = {name: code for name, code in codes.items() if code}
     for number in STOP_SIGNALS:
@@ -135,8 +146,9 @@ def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
             raise Interrupted(f"{saved}; the same command goes on", number)
     if wrong:
         words = ", ".join(f"{name} ended with exit code {code}" for name, code in wrong.items())
-        error: type[ArgosyError] = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
-        again = "" if error is UserError else " The same command goes on."
+        kinds = {type(error_of(code, "")) for code in wrong.values()}
+        error: type[ArgosyError] = kinds.pop() if len(kinds) == 1 else RunFailed
+        again = " The same command goes on." if error in (RunFailed, StorageError, Retryable) else ""
         raise error(f"{words}. Their output is above, and in {folder / SITES}.{again}")
 
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from argosy.credentials import redacted
 from argosy.errors import ArgosyWarning
+from argosy.files import append_whole
 from argosy.observe.records import MOST_LINE_BYTES, finite, record_of
 
 EVENTS_READ_BYTES = 2**16
@@ -49,13 +50,7 @@ class JsonLines:
         with self.path.open("ab+", buffering=0) as file:
             if _is_cut_off(file):
                 line = b"\n" + line  # that line is lost; this one must not be
-            end = file.seek(0, os.SEEK_END)
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:
-                file.truncate(end)  # a disk that became full took a part of the line
-                raise
+            append_whole(file, line)
 
 
 def _is_cut_off(file: FileIO) -> bool:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,7 +25,8 @@ from pydantic import Field, TypeAdapter
 
 from argosy.config.sync import SITE_NAME
 from argosy.data.order import Range
-from argosy.files import atomic_write, make_folder, sync
+from argosy.errors import StorageError
+from argosy.files import append_whole, atomic_write, make_folder, sync
 from argosy.processes.connection import DEFERRED, BadMessage, Count, WireRecord, decoded, encoded
 from argosy.sync.deal import AppliedUpdate, Shares, deal, merged
 
@@ -156,7 +157,7 @@ def weights_of(lines: Sequence[Line], tokens: Mapping[str, int], rounds: int) ->
 
 
 class LedgerFile:
-    """The file of a ledger; one process writes it."""
+    """The file of a ledger; one process writes it. What writes raises StorageError if the disk does not take it."""
 
     def __init__(self, folder: Path):
         self.path = folder / LEDGER_FILE
@@ -164,18 +165,29 @@ class LedgerFile:
     def sync(self) -> None:
         """Wait until all lines are on the disk: a checkpoint that follows relies on them."""
         if self.path.exists():
-            with self.path.open("rb") as file:
+            with self._writing(), self.path.open("rb") as file:
                 sync(file)
 
     def _add(self, text: bytes) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            file.write(text + b"\n")
+        with self._writing(), self.path.open("ab", buffering=0) as file:
+            append_whole(file, text + b"\n")
 
     def _write(self, texts: Iterable[bytes]) -> None:
         """Have these lines in place of those that are there."""
-        make_folder(self.path.parent)
-        with atomic_write(self.path) as file:
-            file.write(b"".join(text + b"\n" for text in texts))
+        with self._writing():
+            make_folder(self.path.parent)
+            with atomic_write(self.path) as file:
+                file.write(b"".join(text + b"\n" for text in texts))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            raise StorageError(
+                f"{self.path} could not be written ({problem}). Free some space, and run the same command again to go "
+                "on from the newest checkpoint."
+            ) from None
 
 
 class RoundLedger(LedgerFile):
