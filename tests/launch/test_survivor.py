@@ -144,6 +144,24 @@ def test_a_controller_that_is_away_at_the_end_of_a_job_is_waited_for(tmp_path, m
     assert (tmp_path / "asked").read_text().split() == ["--noheader"] * 3 + ["requeue"]
 
 
+def test_a_job_that_slurm_does_not_requeue_says_why_and_ends_with_75(tmp_path, monkeypatch, capsys):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    (tmp_path / "scontrol").write_text(
+        f"#!/bin/sh\necho $1 >> {tmp_path}/asked; echo 'Requested operation is presently disabled' >&2; exit 1\n"
+    )
+    for program in ("scontrol", "squeue"):
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(sys, "argv", ["requeue", str(tmp_path), "138"])
+    with pytest.raises(SystemExit) as end:
+        requeue.main()
+    assert end.value.code == 75
+    assert (tmp_path / "asked").read_text().split() == ["requeue"] * requeue.REQUEUE_TRIES
+    assert "Requested operation is presently disabled\n  The job ends with 75: launch" in capsys.readouterr().out
+
+
 def test_a_job_whose_count_cannot_be_written_is_not_requeued(tmp_path, monkeypatch):
     """On a full disk, say: without the count it might be requeued for ever."""
     (tmp_path / "run.toml").touch()  # and no folder for launches

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from argosy.engines.record import LAUNCH_FOLDER
-from argosy.engines.slurm import job_here, listed
+from argosy.engines.slurm import ask, job_here, listed
 from argosy.errors import STOP_SIGNALS, Retryable, RunFailed, StorageError, UserError
 from argosy.files import atomic_write
 from argosy.observe.events import from_the_end
@@ -31,6 +30,7 @@ IDLE_JOBS_FILE = "progress.json"
 """The file in the folder for launches with the number of jobs in a row, of one launch, that have made no step."""
 CONTROLLER_AGAIN_S = 3.0
 """Seconds between two questions to a controller of SLURM that does not answer."""
+REQUEUE_TRIES = 3
 T = TypeVar("T")
 SIGNALLED = {128 + number for number in (signal.SIGKILL, *STOP_SIGNALS)}
 """Exit codes of a command that a signal has ended."""
@@ -99,15 +99,28 @@ def answered(question: Callable[[], T]) -> T:
             time.sleep(CONTROLLER_AGAIN_S)
 
 
+def requeue(job: str) -> str:
+    """Have SLURM requeue a job. Return what it says if it refuses each time; "" if it does what it is asked."""
+    refusal = ""
+    for _ in range(REQUEUE_TRIES):
+        answered(lambda: listed(f"--jobs={job}"))
+        try:
+            ask("scontrol", "requeue", job)
+        except UserError as problem:  # the controller may have gone since it answered
+            refusal = str(problem)
+            time.sleep(CONTROLLER_AGAIN_S)
+        else:
+            return ""
+    return refusal
+
+
 def main() -> None:
     """`python -m argosy.launch.requeue RUN_DIR CODE`, in a batch job of SLURM."""
     code, why = decide(Path(sys.argv[1]), int(sys.argv[2]))
     again = code == Retryable.exit_code
     print(f"argosy launch: {why}: {'the job is requeued' if again else f'the job ends with {code}'}", flush=True)
-    if again:
-        job = job_here(os.environ)
-        answered(lambda: listed(f"--jobs={job}"))
-        subprocess.run(["scontrol", "requeue", job], check=True)
+    if again and (refusal := requeue(job_here(os.environ))):
+        print(f"argosy launch: {refusal}\n  The job ends with {code}: launch the run again to go on.", flush=True)
     sys.exit(code)
 
 
