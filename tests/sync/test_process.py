@@ -11,6 +11,8 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteConfig, SyncConfig
+from argosy.errors import StorageError
+from argosy.observe.events import Events
 from argosy.sync import links, process
 
 
@@ -32,3 +34,20 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert ended.value.code == 2
     assert f"sites: oslo cannot listen at {address} (Address already in use). Is the run training there already?" in out
     assert "Traceback" not in out
+
+
+def test_it_is_started_again_as_long_as_the_run_s_folder_is_there(tmp_path: Path, monkeypatch, capsys) -> None:
+    def dies(*_: str) -> None:
+        raise OSError("dead")
+
+    monkeypatch.setattr(process, "Child", dies)
+    (folder := tmp_path / "oslo").mkdir()
+    run = RunConfig(name="two", site="oslo", sites=(SiteConfig(name="oslo"), SiteConfig(name="lyon")))
+    save_run(run, folder / "run.toml")
+    exchange = process.exchange_of(folder, run, Events(folder, "launcher"))
+    assert exchange is not None
+    exchange.start()
+    assert "it is started again" in capsys.readouterr().err
+    (folder / "run.toml").unlink()
+    with pytest.raises(StorageError, match=r"oslo has lost its run\.toml"):
+        exchange.start()

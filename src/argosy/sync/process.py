@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from argosy.config.load import load
+from argosy.config.load import RUN_FILE, load
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
+from argosy.errors import StorageError, UserError
 from argosy.observe.events import Events
 from argosy.observe.terminal import lasting_output, print_message
 from argosy.plan.plan import is_asynchronous
@@ -30,10 +30,14 @@ EXCHANGE_SPARE_S = 5.0
 def exchange_of(folder: Path, run: RunConfig, events: Events) -> Supervisor | None:
     """Return the supervisor of the site's exchange; None for a run without sites.
 
-    events: those of the process that starts it.
+    events: those of the process that starts it. Its `keep` raises StorageError once the folder is gone.
     """
 
     def ended(end: ChildEnd) -> None:
+        if not (folder / RUN_FILE).exists():
+            raise StorageError(
+                f"{folder} has lost its {RUN_FILE}. Start the site again: it takes another site's state."
+            )
         events.write("exchange_died", why=end.why)
         then = "" if end.again_s is None else "; it is started again"
         print_message(f"argosy: the process that speaks to the other sites died: {end.why}{then}")
