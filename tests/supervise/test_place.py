@@ -84,6 +84,17 @@ def test_an_agent_that_cannot_start_a_coordinator_lets_another_have_the_lease(ag
     assert found(a) == b.process.address and not a.process.is_alive
 
 
+def test_the_lease_is_kept_for_a_coordinator_that_starts_for_longer_than_it_lasts(agents, monkeypatch):
+    a, renewed = agents("a"), list[int]()
+    address = found(a)
+    monkeypatch.setattr(a.lease, "renew", lambda: renewed.append(a.process.address[1]))
+
+    wait_until(lambda: a.has_moved(time.monotonic(), address, silent_s=4.0) or renewed)
+    assert renewed[0] == address[1] and a.process.is_starting
+    a.process.heard()
+    assert not a.process.is_starting, "from now on it renews it by itself"
+
+
 def test_a_lease_that_ends_is_taken_by_another_agent(agents, monkeypatch):
     a, b = agents("a"), agents("b")
     address = found(a)

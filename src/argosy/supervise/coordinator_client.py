@@ -79,6 +79,11 @@ class CoordinatorProcess:
         return self._child is not None and self._child.is_alive
 
     @property
+    def is_starting(self) -> bool:
+        """True while it runs and has said nothing yet."""
+        return self.is_alive and not self._is_heard
+
+    @property
     def may_start(self) -> bool:
         """True if it does not run, and was not started a moment ago."""
         return not self.is_alive and time.monotonic() >= self._start_from_s

@@ -26,7 +26,7 @@ from argosy.processes.connection import Address
 from argosy.supervise.coordinator_client import CoordinatorPlace, CoordinatorProcess, FixedPlace
 from argosy.supervise.lease.etcd import EtcdLease
 from argosy.supervise.lease.kubernetes import KubernetesLease
-from argosy.supervise.lease.lease import TTL_S, FolderLease, Holder, Lease, LeaseUnreachable
+from argosy.supervise.lease.lease import TTL_S, FolderLease, Holder, Lease, LeaseLost, LeaseUnreachable
 
 LEASE_LOOK_S = 0.5
 """Time between two looks at the lease by an agent without a coordinator."""
@@ -93,7 +93,7 @@ class LeasedPlace:
     def address(self, now: float) -> Address | None:
         """Look up the holder of the lease. If there is none, or it is one of this agent that died, acquire it."""
         if self._search is None and now >= self._search_from_s:
-            self._search = self._in_thread(partial(self._find, may_acquire=self.process.may_start))
+            self._search = self._in_thread(partial(self._find, self.process.may_start, self.process.is_starting))
         if self._search is None or not self._search.done():
             return None
         (holder, token), self._search = self._answer(self._search, LeaseHolder(None, "")), None
@@ -115,14 +115,25 @@ class LeasedPlace:
         if silent_s <= LEASE_DOUBT_S:
             self._look = None  # what was asked in an earlier silence may be about another coordinator
         elif self._look is None and now >= self._look_from_s:
-            self._look, self._look_from_s = self._in_thread(self.lease.holder), now + LEASE_LOOK_S
+            look = partial(self._holder, self.process.is_starting)
+            self._look, self._look_from_s = self._in_thread(look), now + LEASE_LOOK_S
         if self._look is None or not self._look.done():
             return False
         holder, self._look = self._answer(self._look, None), None
         return not self.problem and (holder is None or holder.address != address)
 
-    def _find(self, may_acquire: bool) -> LeaseHolder:
-        holder = self.lease.holder()
+    def _holder(self, is_starting: bool) -> Holder | None:
+        """Look up the holder; keep the lease for a coordinator of this agent that is still starting.
+
+        On a busy machine, or from a slow disk, its imports take longer than a lease lasts.
+        """
+        if is_starting:
+            with suppress(LeaseLost):
+                self.lease.renew()
+        return self.lease.holder()
+
+    def _find(self, may_acquire: bool, is_starting: bool) -> LeaseHolder:
+        holder = self._holder(is_starting)
         if not may_acquire or (holder is not None and holder.owner != self._owner):
             return LeaseHolder(holder, "")
         self._listen()
