@@ -133,6 +133,16 @@ def test_other_options_on_the_same_folder_are_refused(config: PrepareConfig) -> 
         prepare(changed(config, shard_tokens=9))
 
 
+def test_the_tokenizer_of_a_run_or_a_model_is_not_replaced(config: PrepareConfig, tokenizer_json: Path) -> None:
+    config.out.mkdir()
+    (config.out / TOKENIZER).write_text("{}")
+    with pytest.raises(UserError, match=r"`prepare` would replace its tokenizer\.json\. Choose another `out`\."):
+        prepare(config)
+    assert contents(config.out) == {TOKENIZER: b"{}"}
+    (config.out / TOKENIZER).write_bytes(tokenizer_json.read_bytes())
+    assert prepare(changed(config, tokenizer=config.out)).vocab_size
+
+
 def test_documents_of_before_keep_beginning_with_nothing(
     config: PrepareConfig, tokenizer_json: Path, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def prepare(
         return _load_prepared(config.out, options, extend)
     # Before `out` is created: wrong input leaves nothing behind.
     engine, wanted, found = _checked(config, extend, machines)
+    _check_tokenizer_there(config)
     with _writing(config.out) as kept:
         if _is_prepared(config.out):  # another process prepared it, while this one waited
             return _load_prepared(config.out, options, extend)
@@ -370,6 +371,14 @@ def _open_journal(
             f"them over: argosy prepare {out} --adopt --tokenizer tokenizer.json"
         )
     return Journal(out, fingerprint(options, files, pieces))
+
+
+def _check_tokenizer_there(config: PrepareConfig) -> None:
+    """Raises: UserError if `out` has the tokenizer of something else, such as a run or a model."""
+    path, given = config.out / TOKENIZER, config.tokenizer
+    is_same = given is not None and tokenizer_file(given).resolve() == path.resolve()
+    if os.path.exists(path) and not is_same and not (config.out / PREPARE_LOCK).exists():  # noqa: PTH110
+        raise UserError(f"out = {config.out}: `prepare` would replace its {TOKENIZER}. Choose another `out`.")
 
 
 def _tokenizer(config: PrepareConfig, files: Sequence[InputFile], is_resumed: bool, report: Report) -> Tokenizer:
