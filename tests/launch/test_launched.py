@@ -156,6 +156,8 @@ def test_a_run_that_is_trained_by_hand_after_its_job_trains(tmp_path, monkeypatc
     with (tmp_path / "runs/a/.lock").open("a+") as lock:
         assert lock_or_holder(lock) is None
         assert [run.state for run in launched_in(tmp_path / "runs")] == ["training"]
+        with pytest.raises(UserError, match=rf"runs/a is in use by process {os.getpid()}\. Wait for it"):
+            launch(request_in(tmp_path, "a"), "memory")
     assert [run.state for run in launched_in(tmp_path / "runs")] == ["ended"]
 
 

@@ -11,7 +11,7 @@ from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_k
 from argosy.engines.table import ENGINES, state_of
 from argosy.errors import UserError
 from argosy.files import made_folder
-from argosy.launch.launched import one_line, record_of, records_in
+from argosy.launch.launched import holders, one_line, record_of, records_in
 from argosy.launch.requeue import IDLE_JOBS_FILE
 from argosy.launch.run_folder import check_is_run_folder
 from argosy.processes.secret import (
@@ -69,6 +69,11 @@ def _check(request: RunJob, on: Engine) -> None:
     before = LaunchedJob.load(request.run_dir)
     state, words = ("ended", "") if before is None else state_of(before)
     if before is None or state == "ended":
+        if held_by := holders(request.run_dir):
+            raise UserError(
+                f"{request.run_dir} is in use by {', '.join(held_by)}. Wait for it, or give this run another folder "
+                "with --run-dir."
+            )
         return
     if state == "unknown":
         its_job = f"{request.run_dir}: its job {before.id} on {before.engine}"
