@@ -38,9 +38,12 @@ def test_no_fault_changes_a_weight(folder: Folder, seed: int) -> None:
     check(report, 1000)
 
 
-def test_a_kind_of_fault_that_does_not_exist_is_refused(refused, folder: Folder) -> None:
+def test_wrong_options_are_refused_and_nothing_is_replaced(refused, folder: Folder) -> None:
     folder.write_run()
+    written = (folder.path / "run.toml").read_text()
     said = folder.argosy_here("chaos", "run.toml", "--kinds", "kil", code=2)
     assert "--kinds kil" in said and "there are kill" in said and "Traceback" not in said
+    refused("chaos", "run.toml", "--folder", ".", said=("run.toml would be replaced", "another --folder"))
+    assert (folder.path / "run.toml").read_text() == written
     refused("chaos", "run.toml", "--every-s", "0", said=("--every-s 0",))
     refused("chaos", "run.toml", "--launch.nodes", "2", said=("launch.nodes = 2", "--launch.nodes 1"))

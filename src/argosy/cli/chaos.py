@@ -65,12 +65,13 @@ def main(argv: list[str]) -> int:
     check_approved(run.extend.code, options.trust_code)
     from argosy.chaos.campaign import KINDS
     from argosy.chaos.run import run_chaos
-    from argosy.config.dump import save_run
+    from argosy.config.dump import dump, save_run
     from argosy.files import made_folder
 
     if options.minutes:
         run = run.with_keys(train={"minutes": options.minutes, "steps": 0, "epochs": 0.0})
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
+    _check_run_file(folder, dump(run))
     if options.dry_run:
         show_dry_run(_would(folder, options), options.json)
         return 0
@@ -82,6 +83,13 @@ def main(argv: list[str]) -> int:
     (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")
     answer(options.json, "chaos", report.in_words(), report)
     return 0 if report.is_passed else 1
+
+
+def _check_run_file(folder: Path, text: str) -> None:
+    """Raises: UserError if a run.toml there, which would be replaced, is not that of chaos: a run's, or the user's."""
+    path = folder / "run.toml"
+    if path.exists() and not (folder / "reference").exists() and path.read_text() != text:
+        raise UserError(f"{path} would be replaced. Choose another --folder, which chaos has for itself.")
 
 
 def _about(points: bool) -> str:
