@@ -111,11 +111,13 @@ def test_to_prune_keeps_the_newest_and_what_is_known_to_be_whole(run_dir, capsys
     assert "deleted step-00000001" in capsys.readouterr().out
 
 
-def test_to_prune_a_folder_that_is_no_run_is_refused_and_writes_nothing(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"not a run: no run\.toml, no checkpoints"):
+@pytest.mark.parametrize("name", ["config.json", "run.toml"])
+def test_to_prune_a_folder_that_has_no_checkpoints_is_refused_and_writes_nothing(tmp_path, name):
+    """Such as that of a whole run of sites, each of which has its own."""
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"no checkpoints there\. Give the folder of a run, or of one of its sites\."):
         main(["prune", str(tmp_path)])
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_checkpoint_of_another_format_is_refused(run_dir):

@@ -279,8 +279,8 @@ def _prune(argv: list[str]) -> int:
     must_be_folder(options.run_dir)
     if options.keep_last < 1 or options.keep_every < 0:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
-    if not any((options.run_dir / name).exists() for name in ("run.toml", "checkpoints")):
-        raise UserError(f"{options.run_dir}: not a run: no run.toml, no checkpoints. Give a run's folder: runs/NAME.")
+    if not (options.run_dir / "checkpoints").exists():
+        raise UserError(f"{options.run_dir}: no checkpoints there. Give the folder of a run, or of one of its sites.")
     with nullcontext() if options.dry_run else locked(options.run_dir):
         keep_verified = min(options.keep_last, VERIFIED_KEPT)
         keep = options.keep_last, options.keep_every, keep_verified
