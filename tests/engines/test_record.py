@@ -216,7 +216,7 @@ def test_the_job_of_a_folder_is_not_that_of_its_copy(tmp_path, monkeypatch, caps
     monkeypatch.setattr(Slurm, "states", lambda self, jobs: [("running", "") for _ in jobs])
     monkeypatch.setattr(Slurm, "stop", lambda self, job: pytest.fail(f"{job.id} was stopped"))
     (run / LAUNCH_FOLDER).mkdir(parents=True)
-    LaunchedJob.submitted("slurm", "4711", 1, run / LAUNCH_FOLDER / "slurm-4711.out").save(run)
+    LaunchedJob.submitted("slurm", "4711", 1).save(run)
     (run / RUN_FILE).touch()
     shutil.copytree(run, copy)
     link.symlink_to(run)

@@ -27,6 +27,8 @@ from argosy.processes.secret import kept_secret
 LAUNCH_FOLDER = "launch"
 """The folder in a run's folder for what was launched, and what that printed."""
 JOB_RECORD = "job.json"
+WRITTEN_TO = "record"
+"""The word of a record's `place` that is the run's folder which it was written to."""
 SEAL_KEY_FILE = "key"
 """The file in the user's folder for state that records are sealed with."""
 STOP_FILE = "stop"
@@ -79,12 +81,12 @@ class LaunchedJob(BaseModel):
 
     def save(self, run_dir: Path) -> None:
         """Write it to the run's folder, sealed if this user has a home to keep the key in."""
-        seal = ""
+        job, seal = self.model_copy(update={"place": {**self.place, WRITTEN_TO: str(run_dir.absolute())}}), ""
         with suppress(UserError):
-            seal = self._seal_with(user_key())
+            seal = job._seal_with(user_key())
         with atomic_write(run_dir / LAUNCH_FOLDER / JOB_RECORD) as file:
             os.fchmod(file.fileno(), MODE)  # whatever the umask lets a group do: else it would be theirs too
-            file.write(self.model_copy(update={"seal": seal}).model_dump_json(indent=1).encode() + b"\n")
+            file.write(job.model_copy(update={"seal": seal}).model_dump_json(indent=1).encode() + b"\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> LaunchedJob | None:
@@ -108,10 +110,10 @@ class LaunchedJob(BaseModel):
 
     def _original(self, path: Path) -> str:
         """Return the run's folder that this record was written to, if that still has one and `path` is another file."""
-        written = Path(self.log) if Path(self.log).name == LAUNCH_FOLDER else Path(self.log).parent
+        written = self.place.get(WRITTEN_TO, "")
         with suppress(OSError, ValueError):  # there is none now, or no path
-            if self.log and not (written / JOB_RECORD).samefile(path):
-                return str(written.parent)
+            if written and not (Path(written) / LAUNCH_FOLDER / JOB_RECORD).samefile(path):
+                return written
         return ""
 
     def _has_seal(self) -> bool:
