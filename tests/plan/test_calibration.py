@@ -155,14 +155,14 @@ def runs(tmp_path: Path, times: int) -> list[Path]:
 
 
 def test_many_runs_tell_each_factor_also_where_one_part_holds_several(tmp_path):
-    found = learn(runs(tmp_path, times=6), CLUSTER).factors
+    found = learn(runs(tmp_path, times=4), CLUSTER).factors
     for name in ("compute", "network", "memory"):
         assert abs(np.log(found[name].value / TRUTH[name])) < 3 * found[name].std / found[name].value + 0.05, name
         assert found[name].value == pytest.approx(TRUTH[name], rel=0.15)
 
 
 def test_few_runs_move_a_factor_less_and_say_less_surely(tmp_path):
-    folders = runs(tmp_path, times=4)
+    folders = runs(tmp_path, times=2)
     one, many = (learn(some, CLUSTER).factors["compute"] for some in (folders[:1], folders))
     assert 1 < one.value < many.value < 1.1 * TRUTH["compute"]
     assert one.std / one.value > 2 * many.std / many.value

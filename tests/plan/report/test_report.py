@@ -21,9 +21,9 @@ def test_a_batch_that_was_asked_for_stays_and_what_was_assumed_is_named():
         plan_report(asked)
 
 
-@pytest.mark.parametrize("objective", ["time", "cost", "goodput"])
-def test_devices_that_do_not_divide_stay_idle(objective):
-    asked = of_model("llama3.1-70b", "600xh100", Question(tokens=2e12, objective=objective))
+@pytest.mark.parametrize(("objective", "fix"), [("time", "tp=8,cp=1"), ("cost", "tp=2,cp=2"), ("goodput", "tp=8,cp=1")])
+def test_devices_that_do_not_divide_stay_idle(objective, fix):
+    asked = of_model("llama3.1-70b", "600xh100", Question(tokens=2e12, objective=objective, fix=fix))
     found = plan_report(asked)
     assert found.choices[0].devices < 600
     assert float(found.choices[0].run.time_s.mid) < 45 * 86_400, "with all 600 it takes 67 days"

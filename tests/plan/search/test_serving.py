@@ -90,7 +90,7 @@ def test_prefill_apart_shortens_the_time_per_token() -> None:
 
 def test_devices_grow_with_the_rate_and_with_the_limits() -> None:
     fewest = [
-        search_for("llama3-70b", "64xh100", rate=rate, ttft_s=2.0, tpot_s=tpot).sized()[0].devices
+        search_for("llama3-70b", "64xh100", "pp=1", rate=rate, ttft_s=2.0, tpot_s=tpot).sized()[0].devices
         for rate, tpot in ((2, 0.05), (20, 0.05), (20, 0.025))
     ]
     assert fewest == sorted(fewest)
@@ -98,7 +98,7 @@ def test_devices_grow_with_the_rate_and_with_the_limits() -> None:
 
 
 def test_what_holds_a_rate_keeps_both_latencies_and_says_what_a_token_costs() -> None:
-    found = search_for("llama3-70b", "64xh100", rate=20, ttft_s=1.0, tpot_s=0.05).sized()
+    found = search_for("llama3-70b", "64xh100", "pp=1", rate=20, ttft_s=1.0, tpot_s=0.05).sized()
     assert {bool(way.prefill_devices) for way in found} == {True, False}
     for way in found:
         assert 0 < way.ttft_p95_s <= 1.0 and 0 < way.tpot_p95_s <= 0.05
