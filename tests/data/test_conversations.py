@@ -84,6 +84,8 @@ def test_calls_of_tools_are_answers() -> None:
         ({"messages": [USER]}, NO_ANSWER),
         ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, NO_ANSWER),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, IMAGES),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, NO_CONVERSATION),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, NO_CONVERSATION),
     ],
     ids=str,
 )
@@ -91,6 +93,13 @@ def test_wrong_records_are_told_apart(record: dict[str, Any], kind: str) -> None
     with pytest.raises(BadRecord) as bad:
         conversations_of(record, "sft")
     assert bad.value.kind == kind
+
+
+@pytest.mark.parametrize("said", [{"weight": 0}, {"train": False}, {"weight": 1, "training": False}], ids=str)
+@pytest.mark.parametrize("answer", [ANSWER, {"from": "function_call", "value": '{"name": "add", "arguments": {}}'}])
+def test_an_answer_may_be_one_that_is_not_learned(answer: dict[str, Any], said: dict[str, Any]) -> None:
+    (found,) = conversations_of({"messages": [USER, {**answer, **said}, USER, {**ANSWER, "train": True}]}, "sft")
+    assert [message.get("weight", 1) for message in found.messages] == [1, 0, 1, 1]
 
 
 WRONG = {"role": "assistant", "content": "3"}

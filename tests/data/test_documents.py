@@ -92,6 +92,23 @@ def test_json_of_records_is_read_as_jsonl(write: Any) -> None:
         assert texts(write(name, other)) == [other.decode()]
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_conversations_may_be_an_array_of_json(write: Any, indent: int | None) -> None:
+    """As Alpaca's and ShareGPT's are; a record a line, too."""
+    records = [{"n": n, "said": "naïve\u2028"} for n in range(3)]
+    fields, array = RecordFields("text", document_of=json.dumps), json.dumps([*records, 5], indent=indent)
+
+    def found(name: str, data: bytes) -> list[Any]:
+        (file,) = find_files([str(write(name, data))]).files
+        return list(read_file(file, fields))
+
+    *read, bad = found("a.json.gz", gzip.compress(BOM_UTF8 + array.encode()))
+    assert read == found("b.json", jsonl(*records)) == [Text(json.dumps(record).encode()) for record in records]
+    assert (bad.kind, bad.where.rpartition("/")[2]) == ("not text", "a.json.gz, record 4 (an int, not a record)")
+    (cut,) = found("c.json", array[:-1].encode())
+    assert cut.kind == "broken JSON"
+
+
 def test_zst_of_a_long_window_is_read(write: Any) -> None:
     keys = zstandard.ZstdCompressionParameters.from_level(1, window_log=31)
     frame = zstandard.ZstdCompressor(compression_params=keys).compressobj()

@@ -190,7 +190,7 @@ def test_what_works_on_text_alone_is_refused(config: PrepareConfig, tmp_path: Pa
         with pytest.raises(ValueError, match="conversation"):
             PrepareConfig(**{**config.model_dump(), **keys})
     (tmp_path / "notes.txt").write_text("no record")
-    with pytest.raises(UserError, match=r"notes\.txt: conversations are read from \.jsonl"):
+    with pytest.raises(UserError, match=r"notes\.txt: conversations are read from \.jsonl, \.json"):
         prepare(config.model_copy(update={"input": (str(tmp_path / "notes.txt"),)}))
     with pytest.raises(UserError, match=r"tokenizer = none.*takes conversations"):
         prepare(config.model_copy(update={"tokenizer": None}))

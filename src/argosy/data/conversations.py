@@ -35,6 +35,8 @@ ROLE_NAMES = {
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """A message's fields that may hold its reasoning; templates read the first, gpt-oss's the second."""
+LEARNED = ("weight", "train", "training")
+"""Fields of an answer of which each may say that it is not learned: OpenAI's, and axolotl's."""
 
 
 class BadRecord(Exception):
@@ -166,6 +168,10 @@ def _message(given: Any, where: str, may_say_nothing: bool) -> Message:
     role = ROLE_NAMES.get(said) if isinstance(said, str) else None
     if role is None:
         raise BadRecord(ROLES, f"{where} has the role {str(said)[:40]!r}; it must be user, assistant, system or tool")
+    weights = {key: given[key] for key in LEARNED if role == "assistant" and key in given}
+    for key, value in weights.items():
+        if value not in (0, 1):
+            raise BadRecord(NO_CONVERSATION, f"{where} has {key} = {str(value)[:40]!r}; it must be 0 or 1")
     message = {key: value for key, value in given.items() if key not in ("from", "value")}
     if said == "function_call":  # LLaMA-Factory's: calls as JSON
         calls = _parsed(_text(given.get("content", given.get("value")), where), where)
@@ -176,7 +182,7 @@ def _message(given: Any, where: str, may_say_nothing: bool) -> Message:
     content = _text(given.get("content", given.get("value")), where)
     if role == "assistant" and not may_say_nothing and not content.strip() and not given.get("tool_calls"):
         raise BadRecord(NO_ANSWER, f"{where} says nothing")
-    return {**message, "role": role, "content": content}
+    return {**message, "role": role, "content": content, **({} if all(weights.values()) else {"weight": 0})}
 
 
 def _text(content: Any, where: str) -> str:

@@ -87,8 +87,10 @@ def read_file(
     Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field` at all
     (a Parquet file without the column, the first MOST_WITHOUT_FIELD records without the field).
     """
-    if fields.document_of is not None and (file.texts is not None or file.suffix not in RECORDS):
-        raise UserError(f"{file.name}: conversations are read from .jsonl and .parquet. Leave it out of `input`.")
+    if fields.document_of is not None and (file.texts is not None or file.suffix not in (*RECORDS, ".json")):
+        raise UserError(
+            f"{file.name}: conversations are read from .jsonl, .json and .parquet. Leave it out of `input`."
+        )
     if file.texts is not None:
         yield from _user_texts(file, file.texts(), most_bytes)
         return
@@ -100,8 +102,11 @@ def read_file(
             table = stream if is_seekable else io.BytesIO(_read_all(stream, file.name, most_bytes))
             yield from _read_parquet(table, file.name, fields, most_bytes, within)
         else:
-            begun, has_records = _begun(stream, fields) if file.suffix == ".json" else (stream, False)
             shown = 0 if file.compression else file.size or 0
+            if fields.document_of is not None:
+                yield from _read_json(stream, file.name, fields, max(most_bytes, shown))
+                return
+            begun, has_records = _begun(stream, fields) if file.suffix == ".json" else (stream, False)
             if has_records:
                 yield from _read_jsonl(begun, file.name, fields, most_bytes, WHOLE_FILE)
             else:
@@ -152,6 +157,25 @@ def _begun(stream: BinaryIO, fields: RecordFields) -> tuple[BinaryIO, bool]:
     all_of_it = chain(pieces, iter(lambda: stream.read(DECOMPRESS_BYTES), b""))
     again = SimpleNamespace(read=lambda count: next(all_of_it, b""))
     return cast("BinaryIO", again), isinstance(_record_text(line, fields), Text)
+
+
+def _read_json(stream: BinaryIO, name: str, fields: RecordFields, most_bytes: int) -> Iterator[Text | BadInput]:
+    """Yield the documents of a .json: of an array of records, as Alpaca's and ShareGPT's are, or of a record a line."""
+    assert fields.document_of is not None
+    data = _read_all(stream, name, most_bytes).removeprefix(BOM_UTF8)
+    if not data.lstrip().startswith(b"["):
+        yield from _read_jsonl(cast("BinaryIO", io.BytesIO(data)), name, fields, most_bytes, WHOLE_FILE)
+        return
+    records = _loaded(data, "file")
+    if isinstance(records, BadInput):
+        yield BadInput(records.kind, f"{name}{records.where}")
+        return
+    for number, record in enumerate(records, 1):
+        where = f"{name}, record {number}"
+        if isinstance(record, dict):
+            yield _document(record, where, fields.document_of)
+        else:
+            yield BadInput(NOT_TEXT, f"{where} ({a_kind(record)}, not a record)")
 
 
 def _read_text(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[Text | BadInput]:
@@ -277,17 +301,23 @@ def _record_text(line: bytes, fields: RecordFields) -> Text | BadInput:
 
 
 def _parsed(line: bytes) -> Record | BadInput:
-    try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return BadInput(BROKEN_UTF8, f", byte {error.start} of the line")
-    except json.JSONDecodeError as error:
-        return BadInput(BROKEN_JSON, f", column {error.colno} ({error.msg})")
-    except (ValueError, RecursionError) as error:  # Python reads no number of more than 4,300 digits
-        return BadInput(BROKEN_JSON, f" ({error})")
-    if not isinstance(record, dict):
+    record = _loaded(line, "line")
+    if not isinstance(record, dict | BadInput):
         return BadInput(NOT_TEXT, f" ({a_kind(record)}, not a record)")
     return record
+
+
+def _loaded(text: bytes, name: str) -> Any:
+    """Return the value that JSON spells, or what is wrong with it. name: of what the text is, for messages."""
+    try:
+        return json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        return BadInput(BROKEN_UTF8, f", byte {error.start} of the {name}")
+    except json.JSONDecodeError as error:
+        line = f", line {error.lineno}" if error.lineno > 1 else ""
+        return BadInput(BROKEN_JSON, f"{line}, column {error.colno} ({error.msg})")
+    except (ValueError, RecursionError) as error:  # Python reads no number of more than 4,300 digits
+        return BadInput(BROKEN_JSON, f" ({error})")
 
 
 def _document(record: Record, where: str, document_of: Callable[[Record], str]) -> Text | BadInput:
