@@ -111,7 +111,8 @@ def nan(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
         return
     newest = max(lost)
     if newest_step(facts) - newest < settings.spike_steps:
-        do = f"Lower optimizer.lr or raise {warmup_key(facts)}; with fp16 or fp8 try bf16. The events name its samples."
+        do = "Lower optimizer.lr; with fp16 or fp8 try bf16. The events name its samples. In a new run, raise "
+        do += f"{warmup_key(facts)}."
         yield AlertCondition(True, f"step {newest} was not finite", do, evidence={"steps": sorted(set(lost))[-10:]})
     else:
         yield AlertCondition(False, f"{settings.spike_steps} finite steps since step {newest}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,8 +90,8 @@ def test_three_bad_steps_ask_for_a_lower_rate_and_for_clipping_where_there_is_no
     assert found.title == "Steps 90, 91, 92, 93 were bad"
     assert "step 90" not in found.evidence and "step 91" in found.evidence  # the last three
     assert found.do == (
-        "Lower optimizer.lr (0.003) to 0.0015, or raise schedule.warmup_steps (7). Set optimizer.grad_clip = 1: "
-        "nothing is clipped now."
+        "Lower optimizer.lr (0.003) to 0.0015, or raise schedule.warmup_steps (7) in a new run. Set "
+        "optimizer.grad_clip = 1: nothing is clipped now."
     )
     assert found.facts == {"steps": [90, 91, 92, 93], "bad": 4, "transient": 0, "applied": 0}
     assert advice(bad_steps, of_steps(100, None, struck(3))).do == "Lower the learning rate."
@@ -205,9 +206,12 @@ EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_ffn_width": 32}
 @pytest.mark.parametrize(
     ("balance", "remedy"),
     [
-        ({"balance": "none"}, 'model.moe.balance is "none": set it to "bias" or "aux" in a new run; a resumed one'),
+        ({"balance": "none"}, 'model.moe.balance is "none": set it to "bias" or "aux", in a new run: one that goes on'),
         ({"balance": "aux", "aux_coefficient": 0.02}, "Raise model.moe.aux_coefficient (0.02), or use balance"),
-        ({"balance": "bias", "bias_rate": 0.002}, "Raise model.moe.bias_rate (0.002), so that it follows faster."),
+        (
+            {"balance": "bias", "bias_rate": 0.002},
+            "Raise model.moe.bias_rate (0.002), so that it follows faster, in a new run",
+        ),
     ],
 )
 def test_uneven_experts_get_the_remedy_of_their_balance(balance, remedy):
@@ -227,9 +231,9 @@ def test_tokens_that_a_capacity_drops_are_said_though_experts_are_even():
     assert "layer 1: the busiest expert gets 1.5 times the mean; 6.0 % of the choices are dropped" in found.evidence
 
 
-def held_out(*losses: float, train: Any = (3.0, 2.0)) -> Advice | None:
+def held_out(*losses: float, train: Any = (3.0, 2.0), events: Sequence[Any] = ()) -> Advice | None:
     evaluations = {"step": np.linspace(20, 199, len(losses)), "validation_loss": np.array(losses)}
-    facts = replace(of_steps(200, small_run(), loss=np.repeat(train, 100)), evaluations=evaluations)
+    facts = replace(of_steps(200, small_run(), events, loss=np.repeat(train, 100)), evaluations=evaluations)
     return overfits(facts, Planner(facts))
 
 
@@ -240,6 +244,14 @@ def test_held_out_loss_above_its_best_three_times_in_a_row_is_overfitting():
         "It was 2.500 at step 64 and is 2.700 at step 199, while the training loss went from 3.000 to 2.000."
     )
     assert found.facts == {"best": 2.5, "now": 2.7}
+    assert found.do.startswith("Stop at step 65 in a new run; ")
+
+
+def test_of_overfitting_the_best_checkpoint_that_is_kept_is_named():
+    saves = [event("save", float(step), step=step) for step in (40, 60, 100, 200)]
+    found = held_out(3.0, 2.5, 2.6, 2.6, 2.7, events=[*saves, event("prune", 201.0, step=60)])
+    assert found is not None
+    assert found.do.startswith("Use the checkpoint of step 40, the nearest that is kept (checkpoint.keep_every keeps")
 
 
 @pytest.mark.parametrize(

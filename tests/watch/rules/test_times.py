@@ -84,6 +84,21 @@ def test_waits_are_told_by_axis_and_tier_of_rank_0_the_three_largest_first():
     assert len(found.facts["waits"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("axis", "plan", "sends_less"),
+    [
+        ("replicate", "dp_replicate=2,microbatch=4", True),
+        ("shard", "dp_shard=2,zero=1,microbatch=4", True),
+        ("shard", "dp_shard=2,zero=3,microbatch=4", False),  # weights are gathered for each microbatch
+        ("tp", "tp=2,microbatch=4", False),
+    ],
+)
+def test_a_larger_batch_is_advised_only_where_it_sends_less_for_a_token(axis, plan, sends_less):
+    more = {f"communication.{axis}.network.0": np.full(STEPS, 0.4)}
+    found = said(exposed_communication, timed(plan, communication=0.4, more=more))
+    assert ("train.global_batch" in found.do) is sends_less
+
+
 @pytest.mark.parametrize(("slowest_s", "is_explained"), [(0.7, True), (0.6, False)])
 def test_waits_for_a_slow_rank_are_no_matter_of_the_plan(slowest_s, is_explained):
     own_s = np.tile([0.5, slowest_s], (30, 1))
@@ -106,6 +121,13 @@ def test_evaluations_are_to_take_a_twentieth():
     # Five seconds are a twentieth of a hundred, of which 95 are steps.
     assert found.do == "Set evaluate.every_steps = 95, or evaluate.tokens = 210, for 5.0 %."
     assert found.gain_share == pytest.approx(0.15)
+    alone = "Set evaluate.every_steps = 95 for 5.0 %."  # no evaluation is shorter than a batch, or a task
+    plan = Plan.parse("dp_replicate=2,microbatch=16")
+    whole = RunFacts(0.0, run=run, plan=plan, steps=facts.steps, evaluations={"step": every})
+    assert said(evaluation_share, whole).do == alone
+    scored = run.with_keys(evaluate={"tasks": ("arc_easy",)})
+    facts = RunFacts(now_s=0.0, run=scored, steps=facts.steps, evaluations={"step": every})
+    assert said(evaluation_share, facts).do == alone
     once = RunFacts(now_s=0.0, run=run, steps=facts.steps, evaluations={"step": every[:1]})
     assert is_silent(evaluation_share, once)
 

@@ -92,15 +92,15 @@ def growing_gradients(facts: RunFacts, planner: Planner) -> Advice | None:
     lr = facts.run.optimizer.lr if facts.run is not None else None
     half = f" to {lr / 2:g}" if lr else ""
     has_norms = facts.run is not None and (facts.run.model.qk_norm or facts.run.model.mla.kv_rank > 0)
-    with_norms = "" if has_norms else "; model.qk_norm = true keeps attention's logits small (a new model only)"
+    with_norms = "" if has_norms else ", and set model.qk_norm = true, which keeps attention's logits small"
     return Advice(
         "growing_gradients",
         "warning",
         f"The gradient's norm has grown {medians[-1] / medians[0]:.1f}-fold while the loss did not fall",
         f"Medians over quarters of steps {first} to {last}: {', '.join(f'{each:.3g}' for each in medians)}; the loss "
         f"went from {median(losses[0]):.3f} to {median(losses[-1]):.3f}.",
-        f"A run that does so often diverges: lower optimizer.lr{half} from the newest checkpoint on, or raise "
-        f"{warmup_key(facts)}{with_norms}.",
+        f"A run that does so often diverges: lower optimizer.lr{half} from the newest checkpoint on. In a new run, "
+        f"raise {warmup_key(facts)}{with_norms}.",
         steps=(first, last),
         facts={"medians": medians},
     )
@@ -149,16 +149,16 @@ def skewed_experts(facts: RunFacts, planner: Planner) -> Advice | None:
     if lost:
         said.append(f"{percent(max(lost.values()))} of the choices are dropped")
     do = {
-        "none": 'model.moe.balance is "none": set it to "bias" or "aux" in a new run; a resumed one cannot.',
-        "aux": f'Raise model.moe.aux_coefficient ({moe.aux_coefficient:g}), or use balance = "bias" (DeepSeek-V3).',
-        "bias": f"Raise model.moe.bias_rate ({moe.bias_rate:g}), so that it follows faster.",
+        "none": 'model.moe.balance is "none": set it to "bias" or "aux"',
+        "aux": f'Raise model.moe.aux_coefficient ({moe.aux_coefficient:g}), or use balance = "bias" (DeepSeek-V3)',
+        "bias": f"Raise model.moe.bias_rate ({moe.bias_rate:g}), so that it follows faster",
     }[moe.balance]
     return Advice(
         "skewed_experts",
         "warning",
         f"Experts are used unevenly in {len(bad or lost)} layer{'s' if len(bad or lost) > 1 else ''}",
         f"{'; '.join(said)} (mean of steps {first_last[0]} to {first_last[1]}). All ranks wait for the busiest.",
-        do,
+        f"{do}, in a new run: one that goes on keeps its [model].",
         steps=first_last,
         facts={"imbalance": skew, "dropped": dropped},
     )
@@ -182,11 +182,20 @@ def overfits(facts: RunFacts, planner: Planner) -> Advice | None:
         f"Held-out loss rises since step {int(at[best])}: the model learns its data by heart",
         f"It was {held_out[best]:.3f} at step {int(at[best])} and is {held_out[-1]:.3f} at step {int(at[-1])}, while "
         f"the training loss went from {then:.3f} to {now:.3f}.",
-        f"Use the checkpoint nearest to step {int(at[best])}; train on more data, or fewer steps, or raise "
+        f"{_checkpoint_near(facts, int(at[best]) + 1)}; train on more data, or fewer steps, or raise "
         "optimizer.weight_decay.",
         steps=(int(at[best]), int(at[-1])),
         facts={"best": float(held_out[best]), "now": float(held_out[-1])},
     )
+
+
+def _checkpoint_near(facts: RunFacts, done: int) -> str:
+    """Say which of the checkpoints that are kept is the nearest to the state after so many steps."""
+    kept = {int(save["step"]) for save in facts.of("save")} - {int(gone["step"]) for gone in facts.of("prune")}
+    if not kept:
+        return f"Stop at step {done} in a new run"
+    near = min(kept, key=lambda step: abs(step - done))
+    return f"Use the checkpoint of step {near}, the nearest that is kept (checkpoint.keep_every keeps more)"
 
 
 def _loss_near(facts: RunFacts, step: float) -> float:
@@ -247,7 +256,7 @@ def _remedy(facts: RunFacts, many: bool, is_only_once: bool) -> str:
     clip = "" if run.optimizer.grad_clip else " Set optimizer.grad_clip = 1: nothing is clipped now."
     return (
         f"Lower optimizer.lr ({run.optimizer.lr:g}) to {run.optimizer.lr / 2:g}, or raise {warmup_key(facts)} "
-        f"({warmup:g}).{clip}"
+        f"({warmup:g}) in a new run.{clip}"
     )
 
 

@@ -25,8 +25,6 @@ a tenth of its step (Dubey et al. 2024, section 3.3: 38 to 43 % MFU), and a fift
 Where the planner knows no better one, only a larger share is worth saying."""
 BUBBLE_SHARE = 0.1
 """Share of a step that stages of a pipeline idle."""
-MICROBATCHES_PER_STAGE = 4
-"""Microbatches for each stage with which the bubble hardly counts (GPipe, Huang et al. 2019, section 2.3)."""
 EVALUATION_SHARE = 0.1
 EVALUATION_SHOULD = 0.05
 """Evaluation is worth saying above the first share of the time, and is set to come to the second."""
@@ -83,12 +81,20 @@ def exposed_communication(facts: RunFacts, planner: Planner) -> Advice | None:
         f"Of {seconds(facts.step_s)} a step: {', '.join(f'{seconds(value)} {name}' for name, value in largest)} "
         f"({over(facts)}){beside}.",
         _try(other, facts)
-        or "No other plan on these devices is predicted to be enough faster. A larger train.global_batch sends the "
-        "same gradients for more tokens; so does a faster network between the ranks.",
+        or f"No other plan on these devices is predicted to be enough faster. {_more_tokens(facts, worst)}A faster "
+        "network between the ranks shortens the waits.",
         *_taking(other),
         facts.over,
         {"share": share, "waits": waits},
     )
+
+
+def _more_tokens(facts: RunFacts, wait: str) -> str:
+    """Say that a larger batch sends less for each token, if it does: what is waited for is sent once a step."""
+    gathers = facts.plan is not None and facts.plan.shards_parameters and "shard" in wait  # for each microbatch
+    if gathers or not any(word in wait for word in ("gradients", "replicate", "shard")):
+        return ""
+    return "A larger train.global_batch sends the same gradients for more tokens. "
 
 
 def pipeline_bubble(facts: RunFacts, planner: Planner) -> Advice | None:
@@ -96,10 +102,12 @@ def pipeline_bubble(facts: RunFacts, planner: Planner) -> Advice | None:
     plan, run, share = facts.plan, facts.run, _bubble_share(planner)
     if plan is None or run is None or share < BUBBLE_SHARE or not is_enough(facts) or not facts.has_whole_batch:
         return None
-    microbatches, wanted = plan.microbatches(run.train.global_batch), MICROBATCHES_PER_STAGE * plan.pp
+    microbatches = plan.microbatches(run.train.global_batch)
+    wanted = int(np.ceil(microbatches * share / (1 - share) * (1 - BUBBLE_SHARE) / BUBBLE_SHARE))  # it stays as long
+    smaller = ", or a smaller microbatch," if plan.microbatch > 1 else ""
     more = (
-        f"With {wanted} microbatches, {MICROBATCHES_PER_STAGE} for each stage, the bubble hardly counts: a larger "
-        "train.global_batch, or a smaller microbatch, makes more of them."
+        f"With {wanted} microbatches the bubble would be {percent(BUBBLE_SHARE)} of a step: a larger "
+        f"train.global_batch{smaller} makes more of them."
     )
     other = planner.faster
     return Advice(
@@ -179,13 +187,15 @@ def evaluation_share(facts: RunFacts, planner: Planner) -> Advice | None:
     each_s = facts.mean_s("evaluate", whole) * len(facts) / times
     rarer = int(np.ceil(each_s * (1 - EVALUATION_SHOULD) / EVALUATION_SHOULD / facts.step_s))
     fewer = int(run.evaluate.tokens * run.evaluate.every_steps / max(rarer, 1))
+    batch = run.data.seq_len * (facts.plan.microbatch * facts.plan.dp if facts.plan is not None else 1)
+    or_fewer = "" if run.evaluate.tasks or fewer < batch else f", or evaluate.tokens = {fewer},"  # no less is faster
     return Advice(
         "evaluation_share",
         "info",
         f"Evaluation takes {percent(share)} of the time",
         f"{times} evaluations of {run.evaluate.tokens} tokens took {seconds(each_s)} each, one every "
         f"{run.evaluate.every_steps} steps of {seconds(facts.step_s)} (steps {facts.known[0]} to {facts.known[1]}).",
-        f"Set evaluate.every_steps = {rarer}, or evaluate.tokens = {fewer}, for {percent(EVALUATION_SHOULD)}.",
+        f"Set evaluate.every_steps = {rarer}{or_fewer} for {percent(EVALUATION_SHOULD)}.",
         f"{percent(share - EVALUATION_SHOULD)} of the time",
         share - EVALUATION_SHOULD,
         facts={"share": share, "seconds": each_s, "every_steps": rarer},
