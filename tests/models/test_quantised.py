@@ -107,7 +107,7 @@ def test_mxfp4_becomes_the_numbers_of_transformers(small, build, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "awq"}, 'quantization_config = "awq": only fp8 in blocks and mxfp4'),
+        ({"quant_method": "awq"}, 'quantization_config = "awq": only fp8 in blocks and mxfp4 .* lora.base = "nf4"'),
         ({"quant_method": "fp8"}, 'quantization_config = "fp8": weight_block_size must give'),
         ({"quant_method": "fp8", "weight_block_size": [16, 0]}, "weight_block_size must give"),
         ({"quant_method": "fp8", "weight_block_size": [16, 16]}, r"proj\.weight_scale_inv = \[3, 10\]: scales of"),

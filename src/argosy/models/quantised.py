@@ -23,7 +23,7 @@ from torch import Tensor
 from argosy.config.model import ModelConfig
 from argosy.data.stores.model_folder import CompressedFormat
 from argosy.errors import UserError
-from argosy.models.hf_layers import refuse
+from argosy.models.hf_layers import in_json, refuse
 from argosy.models.hf_names import conversions_of
 from argosy.models.tensor_file import StoredTensor, TensorToWrite
 from argosy.plan.parameters import state_table
@@ -102,7 +102,10 @@ def check_quantization(settings: Mapping[str, Any], file: Path | str) -> None:
     if method == "mxfp4":
         return
     if method != "fp8":
-        refuse(file, "quantization_config", method, "only fp8 in blocks and mxfp4 are dequantised")
+        raise UserError(
+            f"{file}: quantization_config = {in_json(method)}: only fp8 in blocks and mxfp4 are dequantised. Take the "
+            'model that was quantised so; lora.base = "nf4" or "int8" quantises it here.'
+        )
     block = settings.get("weight_block_size")
     is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)
     if not is_pair or settings.get("fmt", "e4m3") != "e4m3":
