@@ -16,12 +16,13 @@ import pytest
 
 from argosy.config.data import PrepareConfig
 from argosy.config.extend import ExtendConfig
+from argosy.config.launch import LaunchOptions
 from argosy.data import prepare as module
 from argosy.data import worker
 from argosy.data.crew import PrepareProgress
 from argosy.data.documents import InputPiece
 from argosy.data.manifest import DATA_MANIFEST, TOKENIZER, Manifest, verify
-from argosy.data.prepare import prepare
+from argosy.data.prepare import prepare, would_prepare
 from argosy.data.shards import TokenSource
 from argosy.data.sources import find_files
 from argosy.data.tokenizer import Tokenizer, train
@@ -138,6 +139,8 @@ def test_the_tokenizer_of_a_run_or_a_model_is_not_replaced(config: PrepareConfig
     (config.out / TOKENIZER).write_text("{}")
     with pytest.raises(UserError, match=r"`prepare` would replace its tokenizer\.json\. Choose another `out`\."):
         prepare(config)
+    with pytest.raises(UserError, match="would replace its"):
+        would_prepare(config, ExtendConfig(), LaunchOptions())
     assert contents(config.out) == {TOKENIZER: b"{}"}
     (config.out / TOKENIZER).write_bytes(tokenizer_json.read_bytes())
     assert prepare(changed(config, tokenizer=config.out)).vocab_size

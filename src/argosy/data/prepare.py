@@ -94,7 +94,6 @@ def prepare(
         return _load_prepared(config.out, options, extend)
     # Before `out` is created: wrong input leaves nothing behind.
     engine, wanted, found = _checked(config, extend, machines)
-    _check_tokenizer_there(config)
     with _writing(config.out) as kept:
         if _is_prepared(config.out):  # another process prepared it, while this one waited
             return _load_prepared(config.out, options, extend)
@@ -252,6 +251,7 @@ def _checked(config: PrepareConfig, extend: ExtendConfig, machines: LaunchOption
     engine = engine_for_programs("workers of `prepare`", machines, WORKER_OPTIONS)
     wanted = _workers_wanted(config, machines)
     _check_filters(config.filters)
+    _check_tokenizer_there(config)
     return engine, wanted, find_files(config.input, config.extensions, extend.code, config.fields)
 
 
