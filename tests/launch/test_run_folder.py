@@ -137,6 +137,19 @@ def test_what_changes_the_numbers_is_said_and_taken_only_if_accepted(tmp_path, c
     assert enter(tmp_path, run(**changed), accept_changes=True) == run(**changed)
 
 
+def test_a_larger_batch_is_told_how_it_leaves_no_samples_out(tmp_path):
+    """With another batch alone, step 4 begins at sample 64, where the run has come to sample 32."""
+    hold(tmp_path, run())
+    ramp, hint = [{"until_step": 4, "global_batch": 8}], r"train.batch_ramp\]\] with until_step = 4 and the old batch"
+    with pytest.raises(UserError, match=hint):
+        enter(tmp_path, run(train={"global_batch": 16}))
+    larger = run(train={"global_batch": 16, "batch_ramp": ramp})
+    with pytest.raises(UserError, match="holds another run, at step 4") as refusal:
+        enter(tmp_path, larger)
+    assert "To leave none out" not in str(refusal.value)
+    assert enter(tmp_path, larger, accept_changes=True).train.batches.before(4) == run().train.batches.before(4)
+
+
 def test_other_data_under_the_same_name_is_noticed(tmp_path):
     hold(tmp_path, run())
     with pytest.raises(UserError, match=f"prepared data {CORPUS} in the folder, prepared data fedc"):

@@ -220,11 +220,11 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
         if "data.sources" in changed:
             lines.append(f"  To mix otherwise from now on, keep them and give [[data.stages]] with from_step = {step}:")
             lines.append("  other data.sources deal out all samples anew, and some are read again or left out.")
+        if run.train.batches.before(step) > before.train.batches.before(step):
+            lines.append(f"  To leave none out, give [[train.batch_ramp]] with until_step = {step} and the old batch.")
         remedy = "" if fatal else ", or --accept-changes to go on from its checkpoint with what is new"
-        raise UserError(
-            f"{run_dir} holds another run, at step {step}:\n" + "\n".join(lines) + "\n"
-            f"  Use --run-dir for a folder of its own{remedy}."
-        )
+        lines.append(f"  Use --run-dir for a folder of its own{remedy}.")
+        raise UserError("\n".join([f"{run_dir} holds another run, at step {step}:", *lines]))
     if 0 < run.train.steps < step and not is_asynchronous(run.plan):
         raise UserError(
             f"train.steps = {run.train.steps}: {run_dir} is longer already, at step {step}. Give --train.steps {step} "
