@@ -177,6 +177,21 @@ def test_the_last_copy_is_tried_again_a_few_times(checkpoint, tmp_path, monkeypa
     assert news == ["drain_failed", *(["drained"] if failures == 1 else ["drain_failed"] * 2), "closed"]
 
 
+def test_a_place_that_lets_nobody_delete_has_the_copy_and_says_that_it_keeps_too_much(
+    checkpoint, tmp_path, monkeypatch
+):
+    def refuse(*_: Any) -> None:
+        raise PermissionError("AccessDenied")
+
+    news = list[tuple[str, Any]]()
+    monkeypatch.setattr(Remote, "prune", refuse)
+    checkpoint.mark_verified()
+    saver = Writer(-1, lambda what, /, **facts: news.append((what, facts.get("error"))))
+    saver._copies.put(order(tmp_path, 0), Upkeep(remote=str(tmp_path / "there")))
+    saver._finish()
+    assert news == [("drained", None), ("upkeep_failed", f"{tmp_path / 'there'}: AccessDenied"), ("closed", None)]
+
+
 def test_it_imports_nothing_heavy():
     heavy = "{'torch', 'numpy', 'pydantic', 'fsspec', 'safetensors'}"
     code = f"import sys, argosy.checkpoint.writer; print(sorted({heavy} & set(sys.modules)))"

@@ -258,7 +258,10 @@ class Writer:
                 if remote.put(checkpoint, order.check_generation):
                     seconds = round(time.monotonic() - began_s, 3)
                     self._tell("drained", step=checkpoint.step, seconds=seconds, bytes=checkpoint.bytes)
-            remote.prune(upkeep.keep_last, upkeep.keep_every)
+            try:
+                remote.prune(upkeep.keep_last, upkeep.keep_every)
+            except Exception as problem:  # all is there, and too much: a place may let nobody delete
+                self._tell("upkeep_failed", error=f"{upkeep.remote}: {words(problem)}")
         except Exception as problem:  # of whichever of fsspec's file systems
             self._not_copied = None if isinstance(problem, UserError | Fenced) else (order, upkeep)
             self._tell("drain_failed", step=self._draining, error=words(problem))

@@ -368,6 +368,8 @@ class Checkpointer:
                 f"the checkpoint of step {facts['step']} could not be copied to {self._settings.remote}: "
                 f"{facts['error']}\n  It is whole in {self._run_dir}. The next one will be copied again."
             )
+        elif news == "upkeep_failed":
+            self._progress.say(f"looking after the checkpoints failed: {facts['error']}")
         elif news == "damaged_checkpoint":
             self._progress.say(
                 f"{facts['problem']}\n  It was found when the checkpoint was read back, which is withdrawn."
