@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from argosy.config.schema import RunConfig
+from argosy.engines import ssh
 from argosy.engines.engine import RunJob
 from argosy.engines.login import Login, LoginJob
 from argosy.engines.record import LaunchedJob
 from argosy.engines.ssh import Ssh, ask_all, command, environment_of
 from argosy.errors import UserError
+from argosy.processes.child import process_state
 from ports import free_port
 from run_folders import Made
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh: apt-get install openssh-client")
 NOBODY_LISTENS = f"-F none -o HostName=127.0.0.1 -p {free_port()}"
@@ -76,6 +79,21 @@ def test_an_agent_that_ends_at_once_is_not_taken_for_a_launched_one(tmp_path, mo
     (job.folder / "h1.out").mkdir(parents=True)  # no file to write to, as in a folder of another user's
     with pytest.raises(UserError, match=r"could not be started on h1 \(.*h1\.out: Is a directory"):
         Ssh().start(job)
+
+
+def test_an_agent_whose_start_was_not_answered_is_ended(tmp_path, monkeypatch):
+    lost = 'answer=$(sh -c "$last"); case $answer in *argosy:agent=*) kill -9 $$;; esac; echo "$answer"'
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\nfor last; do :; done\n{lost}\n")  # to this machine
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.9 4711 10.0.0.1 22")
+    monkeypatch.setattr(ssh, "_command", lambda *_: "sleep 60")
+    job = RunJob(run=RunConfig(), run_dir=tmp_path / "a", words=("run.toml",), work_dir=tmp_path, hosts="h1")
+    job.folder.mkdir(parents=True)
+    with pytest.raises(UserError, match="could not be started on h1"):
+        Ssh().start(job)
+    pid = int((job.folder / "h1.agent").read_text().partition("@")[0])
+    assert wait_until(lambda: process_state(pid) in ("", "Z"))
 
 
 def test_a_host_is_never_an_option():

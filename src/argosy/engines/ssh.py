@@ -57,12 +57,16 @@ nohup setsid {command} >> {log} 2>&1 < /dev/null &
 sleep 0.2
 started=$(sed 's/.*) //' /proc/$!/stat 2>/dev/null | cut -d' ' -f20)
 [ -n "$started" ] || {{ echo "it ended at once: $(tail -n 1 {log} 2>&1)" >&2; exit 1; }}
+echo "$!@$started" > {agent}
 printf 'argosy:agent=%s@%s\\n' $! "$started"
 """
 IS_THERE = """\
 set -- $(sed 's/.*) //' /proc/{pid}/stat 2>/dev/null)
 [ "${{20:-}}" = {started} ] && [ "$1" != Z ]"""
 """True if the process is there that had this number when it was started: field 22 of proc(5), after the command."""
+END_ON_HOST = IS_THERE + " && kill -TERM {pid}\ntrue"
+READ_NOTE = "IFS=@ read -r pid started < {agent} || exit 0\n"
+"""Reads which process is the agent of a host whose answer was lost."""
 
 
 class Ssh(Engine):
@@ -100,12 +104,14 @@ class Ssh(Engine):
         exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment_of(job).items())
         seen = _look(job, hosts, options)
         log = {host: job.folder / f"{_node(host)}.out" for host in hosts}
+        noted = {host: shlex.quote(str(job.folder / f"{_node(host)}.agent")) for host in hosts}
         scripts = {
             host: START_ON_HOST.format(
                 work_dir=shlex.quote(str(job.work_dir)),
                 exports=exports,
                 command=_command(job, host, seen[host].address),
                 log=shlex.quote(str(log[host])),
+                agent=noted[host],
             )
             for host in hosts
         }
@@ -114,6 +120,9 @@ class Ssh(Engine):
         place = {"options": shlex.join(options), **{f"{AGENT_MARK}{host}": agent for host, agent in agents.items()}}
         launched = LaunchedJob.submitted(self.name, ",".join(hosts), len(hosts), job.folder, place)
         if missing := [f"{host} ({answers[host].problem})" for host in hosts if host not in agents]:
+            end = {"pid": "$pid", "started": "$started"}
+            lost = [host for host in hosts if host not in agents]
+            ask_all({host: (READ_NOTE + END_ON_HOST).format(agent=noted[host], **end) for host in lost}, options)
             self.stop(launched)
             raise UserError(f"--on ssh: the agent could not be started on {', '.join(missing)}. The others are ended.")
         return launched
@@ -131,7 +140,7 @@ class Ssh(Engine):
     def stop(self, job: LaunchedJob) -> None:
         """Send SIGTERM to the agents. Raises: UserError with the hosts that cannot be reached."""
         (Path(job.log) / STOP_FILE).touch()
-        answers = self._ask(job, IS_THERE + " && kill -TERM {pid}\ntrue")
+        answers = self._ask(job, END_ON_HOST)
         if away := unreachable(answers):
             raise UserError(f"there is no way to {away}. The other hosts' agents save and end.")
 
