@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,12 @@ def test_a_run_that_is_under_way_is_not_launched_again(tmp_path):
     idle.write_text('{"step": -1, "idle": 3}')
     launch(request_in(tmp_path, "a"), "memory")
     assert not idle.exists(), "jobs of the launch before that made no step do not count"
+
+
+def test_the_record_has_the_options_of_the_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(Memory, "takes", frozenset({"gpus_per_node", "extra"}))
+    launch(replace(request_in(tmp_path, "a"), gpus_per_node=8, extra=("--nice=5",)), "memory")
+    assert LaunchedJob.load(tmp_path / "runs/a").options == ("--gpus-per-node", "8", "--extra=--nice=5")
 
 
 def test_a_job_that_is_submitted_by_hand_into_a_run_that_has_one_is_refused(tmp_path, monkeypatch):

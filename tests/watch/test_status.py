@@ -11,6 +11,7 @@ import pytest
 
 from argosy.cli.launch import Options
 from argosy.cli.options import parse_run
+from argosy.config.launch import LaunchOptions
 from argosy.engines.record import LaunchedJob
 from argosy.errors import UserError
 from argosy.observe.report import Report
@@ -156,6 +157,23 @@ def test_a_launched_run_goes_on_by_a_command_that_can_be_given(run, engine, job,
     assert words == ["argosy", "launch", f"{run.path}/run.toml", *on, "--run-dir", str(run.path)]
     options, _ = parse_run(words[2:], "argosy launch", Options)
     assert options.on == engine
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_it_goes_on_with_the_options_of_its_launch_if_they_are_the_users(run, is_mine):
+    given = LaunchOptions(
+        on="slurm", nodes=2, gpus_per_node=8, time="4:00:00", partition="gpu", extra=("--constraint=h100", "--nice=5")
+    )
+    (run.path / "launch").mkdir()
+    record = LaunchedJob.submitted("slurm", "7", 2).model_copy(update={"options": given.in_words()})
+    record.save(run.path)
+    if not is_mine:  # somebody changed it
+        path = run.path / "launch" / "job.json"
+        path.write_text(path.read_text().replace("h100", "a100"))
+    training(run, [3.0] * 20)
+    run.event("finish", exit_code=143)
+    options, _ = parse_run(shlex.split(status(run.path).next.command)[2:], "argosy launch", Options)
+    assert options.for_engine() == (given if is_mine else LaunchOptions(nodes=2)).for_engine()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

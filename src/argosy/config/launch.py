@@ -236,6 +236,14 @@ class EngineOptions(ClusterOptions, _Machines):
         """The names of these options that are not as they are if nobody says them."""
         return [field.name for field in fields(EngineOptions) if getattr(self, field.name) != field.default]
 
+    def in_words(self) -> tuple[str, ...]:
+        """Return the words of a command line that give these options."""
+        words = list[str]()
+        for name in self.given:
+            option, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            words += [f"{option}={each}" for each in value] if isinstance(value, tuple) else [option, str(value)]
+        return tuple(words)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:

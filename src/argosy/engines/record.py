@@ -53,6 +53,8 @@ class LaunchedJob(BaseModel):
     nodes: int
     log: str = ""
     """The file that it prints to, or the folder of several, if there is one."""
+    options: tuple[str, ...] = ()
+    """The words that gave `argosy launch` the engine's options."""
     secret: str = ""
     """The fingerprint of the secret that the environment or the run's folder gave it; empty: it made its own."""
     place: dict[str, str] = {}
@@ -78,6 +80,11 @@ class LaunchedJob(BaseModel):
         """Return the record of a job that was submitted just now."""
         now_s = round(time.time(), 3)
         return cls(engine=engine, id=job_id, submitted_s=now_s, nodes=nodes, log=str(log), place=dict(place or {}))
+
+    @property
+    def is_mine(self) -> bool:
+        """True if this user has launched the run in this folder, and nobody else has written the record."""
+        return self.is_sealed and not self.foreign and not self.original
 
     def save(self, run_dir: Path) -> None:
         """Write it to the run's folder, sealed if this user has a home to keep the key in."""

@@ -33,7 +33,7 @@ def launch(request: RunJob, engine: str) -> LaunchedJob:
     with made_folder(request.folder):
         (request.folder / IDLE_JOBS_FILE).unlink(missing_ok=True)  # whoever launches it again has mended the cause
         job = on.start(request)
-        job = job.model_copy(update={"secret": secret})
+        job = job.model_copy(update={"secret": secret, "options": request.in_words()})
         job.save(request.run_dir)
     return job
 

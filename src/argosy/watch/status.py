@@ -325,7 +325,7 @@ def _resume(reader: RunReader) -> str:
         from argosy.engines.ssh import Ssh  # brings all that starts a job, which few summaries need
 
         places = ["--hosts", job.id] if job.engine == Ssh.name else ["--nodes", str(job.nodes)] if job.nodes > 1 else []
-        on = ["--on", job.engine, *places]
+        on = ["--on", job.engine, *(job.options if job.is_mine and job.options else places)]
     command = "launch" if on else "train"
     return shlex.join(["argosy", command, str(reader.folder / "run.toml"), *on, "--run-dir", str(reader.folder)])
 
