@@ -31,8 +31,9 @@ os.environ["XDG_STATE_HOME"] = _STATE.name  # what tests approve is not approved
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
-LONGEST = ("system", "launch", "training", "parallel", "checkpoint")
-"""Rooms whose files take longest: they come first, so that no process works on one of them when the others are done."""
+LONGEST = ("system", "training", "parallel", "models", "simulate", "inference", "sync")
+"""Rooms with files of more than 20 s of CPU time, the slowest first: the short files of the others come last, so that
+no process works on a long one when the others are done."""
 
 
 @pytest.hookimpl(tryfirst=True)
