@@ -19,7 +19,7 @@ base = "h100"
 node = ["N7", "N5"]
 memory = ["HBM3", "HBM4"]
 stacks = [5]
-{TRAIN.replace("= 64", "= 8")}{SERVE}
+{(TRAIN.replace("= 64", "= 2") + SERVE).replace("llama3-8b", "llama3.2-1b")}
 [speedup]
 before = "a100"
 after = "h100"
@@ -59,8 +59,8 @@ def test_it_says_what_binds_and_that_nobody_has_run_it(space: Path, capsys: pyte
     ("old", "new", "message"),
     [
         ('"HBM3", "HBM4"', '"HBM9"', r"mine.toml:6: device.memory: 'HBM9' is not known"),
-        ('"llama3-8b"', '"llama9"', r"mine\.toml:\d+: train\.model = \"llama9\": no model preset is called"),
-        ("llama3-8b", "llama3.1-405b", r"mine\.toml:\d+: train\.devices = 8: llama3\.1-405b fits on no device"),
+        ('"llama3.2-1b"', '"llama9"', r"mine\.toml:\d+: train\.model = \"llama9\": no model preset is called"),
+        ("llama3.2-1b", "llama3.1-405b", r"mine\.toml:\d+: train\.devices = 2: llama3\.1-405b fits on no device"),
         ("seq_len = 8192", "seq_len = 900000", r"mine\.toml:\d+: train\.seq_len 900000 is more than"),
     ],
 )

@@ -44,7 +44,7 @@ CALLS = {
     "evaluate-tasks": "evaluate {run} --tasks {task} --seq-len 64",
     "plan": SMALL_PLAN,
     "plan-clusters": f"{SMALL_PLAN} --cluster 8xa100",
-    "plan-within": "plan --model qwen3-0.6b --cluster h100 --tokens 1B --within 30d --top 2",
+    "plan-within": "plan --model qwen3-0.6b --cluster h100 --tokens 1B --within 30d --top 2 --fix tp=1,cp=1",
     "plan-serve": "plan --model qwen3-0.6b --cluster 1xh100 --serve --prompt-len 512 --output-len 128",
     "plan-jobs": "plan --jobs {jobs}",
     "design": "design {space}",

@@ -88,7 +88,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return tuple(shape), tuple(begins), tuple(sizes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(boxes(), st.sampled_from([2**20, 64, 7, 1]), st.integers(0, 2**64))
 def test_any_part_is_bit_for_bit_what_the_whole_has_there_however_much_is_made_at_once(place, at_once, seed):
     shape, begins, sizes = place
