@@ -121,6 +121,10 @@ def test_a_key_is_an_option(words, key, value):
         ("--model llama3-8b", "--model: unknown option; here it is --model.preset."),
         ("--resume", "--resume: unknown option; here it is the default: the same command goes on"),
         ("--rundir 4", "--rundir: unknown option; did you mean --run_dir?"),
+        (
+            "--data.sources data/mine",
+            "--data.sources 'data/mine': must be pairs of a path and its weight, as in --data.",
+        ),
         ("--data.stages 4", "--data.stages: no option; set it in the run file."),
         ("other.toml", "other.toml: unexpected; options begin with --, and RUN comes first."),
     ],

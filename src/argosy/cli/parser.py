@@ -30,6 +30,8 @@ NUMBERS = {
     "could not convert string to float": "a number",
 }
 """Python's words for text that is no number -> what it must be."""
+NO_PAIRS = re.compile(r"Error parsing (\S+): Could not find valid parse for arguments:\s*\[(.*?)\]", re.DOTALL)
+"""tyro's words for what is no table."""
 REMARK = re.compile(r"^(  \S.*?)\s{2,}(\S.*)$")
 """A line of an example: the command, and what it does."""
 
@@ -113,6 +115,7 @@ def _parsed(options: type, prog: str, argv: Sequence[str]) -> tuple[Any, list[st
     text = re.sub(r"\n {8}", " ", text).replace(" (required)", "")
     for said, wanted in NUMBERS.items():
         text = re.sub(rf"Error parsing (\S+): {said}: '(.*)'", rf"\1 \2: must be {wanted}.", text)
+    text = NO_PAIRS.sub(r"\1 \2: must be pairs of a path and its weight, as in \1 data/mine 1.0.", text)
     raise UserError(f"{text or 'the options are wrong.'}\n  All options: {prog.removesuffix(RUN_ARGUMENT)} --help")
 
 
