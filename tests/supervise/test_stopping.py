@@ -86,6 +86,17 @@ def test_a_state_that_was_not_saved_is_not_called_saved(stopping, why):
     assert isinstance(error, Retryable) and f"before the state was saved: {why.rstrip('.')}. The same" in str(error)
 
 
+@pytest.mark.parametrize(("saved", "code"), [(6, 75), (7, 143)])
+def test_a_worker_that_is_killed_after_its_state_was_saved_loses_nothing(stopping, monkeypatch, saved, code):
+    """It waits for a remote place that does not answer, say."""
+    monkeypatch.setattr(module, "saved_step", lambda _: saved)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopping.begins()
+    stopping.killed("it did not end in time", READING)
+    error = stopping.error()
+    assert error is not None and error.exit_code == code
+
+
 @pytest.mark.parametrize(
     ("phase", "said"),
     [("forward", "after this step"), ("evaluate", "after this evaluation batch"), ("checkpoint", "after this save")],

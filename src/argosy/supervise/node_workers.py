@@ -254,7 +254,7 @@ class NodeWorkers:
         process.killed = why
         has_state = process.generation and process.state is not RankState.DONE
         if self._stopping.number is not None and has_state and not self._stopping.is_at_once:
-            self._stopping.not_saved = why
+            self._stopping.killed(why, process.reading(self._scratch))
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
         if process.state is RankState.RUNNING:
             stacks.ask(process.pid)  # it writes to its log where it hangs

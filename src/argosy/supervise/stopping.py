@@ -102,6 +102,14 @@ class Stopping:
         is_new = [r.step == saved and not r.busy_s and r.phase in BEFORE_UPDATE for r in readings]
         self.is_at_once = bool(is_new) and all(is_new) and not self._is_served
 
+    def killed(self, why: str, reading: HeartbeatReading | None) -> None:
+        """Note that a worker was killed that had a part in the state; reading: what it showed last.
+
+        Its state may be saved already: it has waited for a copy in the remote place then.
+        """
+        if reading is None or reading.step > saved_step(self._run_dir):
+            self.not_saved = why
+
     def error(self) -> ArgosyError | None:
         """Return the error that the command ends with; None if no signal came."""
         if self.number is None:
@@ -118,6 +126,6 @@ class Stopping:
     def _take(self, number: int, now_s: float) -> None:
         if self.number is None:
             self.number, self._since_s, self._kill_at_s = number, now_s, now_s + self._grace_s
-            self.kill_why = f"it did not save within resilience.grace_s = {self._grace_s:g}"
+            self.kill_why = f"it did not end within resilience.grace_s = {self._grace_s:g}"
         elif now_s - self._since_s > SAME_S:
             self._kill_at_s, self.kill_why = 0.0, "a second signal came"
