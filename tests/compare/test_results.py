@@ -10,6 +10,7 @@ import pytest
 
 from argosy.compare.results import planned_size, read_results
 from argosy.config.dump import save_run
+from argosy.config.sync import SiteConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.plan.parameters import parameters
@@ -74,6 +75,15 @@ def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at step 6 of 8"):
         read_results([run_folder(tmp_path / "run", steps_done=6)])
+
+
+def test_of_a_run_of_sites_one_site_is_to_be_named(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    sites = (SiteConfig(name="oslo"), SiteConfig(name="bergen"))
+    save_run(run_config(tmp_path).with_keys(sites=sites), run / "run.toml")
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=r"each of its sites has losses of its own\. Name one, such as .*sites/oslo\."):
+        read_results([run])
 
 
 def test_a_run_without_held_out_text_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from argosy.files import file_sha256
 from argosy.observe.events import from_the_end
 from argosy.plan.parameters import active_parameters
 from argosy.plan.scaling_law import RunResult
+from argosy.sync.layout import site_folder
 
 SWEEP_FILE = "sweep.toml"
 """A folder with this file is that of a sweep; its folders are its trials."""
@@ -76,6 +77,9 @@ def read_run(run_dir: Path) -> RunResult:
             "the loss of tokens. Give runs that learn text or answers."
         )
     path = run_dir / "metrics.jsonl"
+    if run.sites and not run.site and not path.exists():
+        one = site_folder(run_dir, run.sites[0].name)
+        raise UserError(f"{run_dir}: each of its sites has losses of its own. Name one, such as {one}.")
     done = next((record["step"] + 1 for record in from_the_end(path)), 0)
     if not run.train.steps or done < run.train.steps:
         raise UserError(
