@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from argosy.plan.cost.estimate import Estimate
 from argosy.plan.plan import Plan
 from argosy.watch.facts import DeviceSeen, RankTable, RunFacts
 from argosy.watch.rules.planner import Advice, Planner
@@ -177,6 +179,19 @@ def test_devices_that_idle_are_told_with_their_power():
     assert found.facts == {"utilisation": 0.4, "power_w": 1500.0}
     busy = RunFacts(now_s=0.0, run=facts.run, plan=facts.plan, steps=facts.steps, devices=[devices[1]])
     assert is_silent(idle_devices, busy)
+
+
+@pytest.mark.parametrize(("microbatch", "also"), [(1, ""), (2, ", or a smaller microbatch,")])
+def test_so_many_microbatches_are_advised_that_the_bubble_is_a_tenth(microbatch, also):
+    run, bubble = small_run(train={"global_batch": 32 * microbatch}), {"bubble": 7.0}  # 7 / (32 + 7), and 7 / (63 + 7)
+    planner: Any = SimpleNamespace(
+        predicted=SimpleNamespace(seconds=bubble, step_s=Estimate.exactly(39.0)), faster=None
+    )
+    found = pipeline_bubble(timed(f"pp=8,microbatch={microbatch}", run=run), planner)
+    assert found is not None and found.do == (
+        f"With 63 microbatches the bubble would be about 10.0 % of a step: a larger train.global_batch{also} makes "
+        "more of them."
+    )
 
 
 def test_what_only_a_known_machine_tells_is_not_said_of_another():

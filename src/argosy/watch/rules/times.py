@@ -103,10 +103,11 @@ def pipeline_bubble(facts: RunFacts, planner: Planner) -> Advice | None:
     if plan is None or run is None or share < BUBBLE_SHARE or not is_enough(facts) or not facts.has_whole_batch:
         return None
     microbatches = plan.microbatches(run.train.global_batch)
-    wanted = int(np.ceil(microbatches * share / (1 - share) * (1 - BUBBLE_SHARE) / BUBBLE_SHARE))  # it stays as long
+    times = share / (1 - share) * (1 - BUBBLE_SHARE) / BUBBLE_SHARE  # the bubble stays as long
+    wanted = int(np.ceil(round(microbatches * times, 6)))
     smaller = ", or a smaller microbatch," if plan.microbatch > 1 else ""
     more = (
-        f"With {wanted} microbatches the bubble would be {percent(BUBBLE_SHARE)} of a step: a larger "
+        f"With {wanted} microbatches the bubble would be about {percent(BUBBLE_SHARE)} of a step: a larger "
         f"train.global_batch{smaller} makes more of them."
     )
     other = planner.faster
