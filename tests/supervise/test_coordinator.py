@@ -23,7 +23,7 @@ from argosy.supervise import agent_connections, coordinator
 from argosy.supervise.coordinator import Coordinator
 from argosy.supervise.lease.lease import LeaseLost
 from peers import SECRET, Peer
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 events = partial(run_folder.events, process="coordinator")
 
@@ -204,6 +204,24 @@ def test_a_world_that_does_not_come_together_is_written_about(come, tmp_path, mo
         "not all workers have shown themselves of a, b" if is_open else "node a has not opened the rendezvous store"
     )
     assert [event["why"] for event in said] == [missing]
+
+
+def test_a_world_whose_ranks_have_ended_is_not_taken_for_one_that_waits(come, tmp_path, monkeypatch):
+    look, made, ended = Coordinator._write_what_is_missing, threading.Event(), threading.Event()
+
+    def look_once_it_has_ended(of: Coordinator, now_s: float) -> None:
+        if made.is_set():
+            look(of, now_s + coordinator.WAITS_S)
+            ended.set()
+
+    monkeypatch.setattr(Coordinator, "_write_what_is_missing", look_once_it_has_ended)
+    a, _ = begun(come)
+    a.say("heartbeat", report={"generation": 1, "workers": [[0, 1]], "step": 1, "took": [[0, [0.1]]]})
+    a.say("heartbeat", report={"generation": 1, "workers": []})
+    a.hears("heard")
+    a.keeps_talking_until("heard")
+    made.set()
+    assert ended.wait(PATIENT_S) and not events(tmp_path, "world_waits")
 
 
 def test_a_coordinator_that_was_stopped_drops_nobody_when_it_wakes(sleep, come, tmp_path):

@@ -205,6 +205,8 @@ class Coordinator:
             return
         self._begun_s = None
         members, generation = self._membership.handover().members, self._membership.generation
+        if generation == self._watch.generation and self._watch.has_made_a_step:
+            return  # it was together: ranks that have ended show themselves no more
         shown = self._watch.shown_by(generation)
         missing = sorted(name for name, count in members.items() if shown.get(name, 0) < count)
         if self._pending is not None:
