@@ -28,7 +28,7 @@ from argosy.observe.events import read_lines
 EXPECTED = {
     "worker_started", "coordinator_started", "agent_came", "agent_left", "node_checked", "generation", "finish",
     "signal", "start", "end", "length", "memory_checkpoint_interval", "recovered", "resume", "save", "verified",
-    "prune", "drained",
+    "prune", "drained", "settled",
 }  # fmt: skip
 """Events of a healthy life. Whatever else there is tells of a fault, or of what was taken for one."""
 GRACE_S = 120.0
