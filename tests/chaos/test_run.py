@@ -74,9 +74,9 @@ def test_fault_points_are_such_as_a_run_understands():
 @pytest.fixture(autouse=True)
 def swept() -> Iterator[None]:
     """A launcher that was killed leaves its folder; a real one's is swept away by the next."""
-    before = set(SCRATCH.glob("argosy-*"))
+    before = set(SCRATCH.glob("argosy-[0-9]*"))
     yield
-    for folder in set(SCRATCH.glob("argosy-*")) - before:
+    for folder in set(SCRATCH.glob("argosy-[0-9]*")) - before:
         if not is_alive(int(folder.name.split("-")[1])):
             shutil.rmtree(folder)
 
