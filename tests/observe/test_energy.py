@@ -17,10 +17,21 @@ import pytest
 
 from argosy.config.observe import EnergyConfig
 from argosy.observe import energy as energy_module
-from argosy.observe.energy import EnergyMeter, Rapl, RunSoFar, energy_of_run, totals_of, watts_per_device
+from argosy.observe.energy import (
+    CataloguePower,
+    EnergyMeter,
+    Rapl,
+    RunSoFar,
+    energy_of_run,
+    price_of,
+    totals_of,
+    watts_per_device,
+)
+from argosy.observe.events import Events
 from argosy.observe.node_metrics import VISIBLE, HostMeter, NvmlDevices
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.hardware.clusters import Cluster
+from tiny import run_config
 
 
 class NVMLError(Exception):
@@ -293,8 +304,8 @@ def write_lines(run_dir: Path, node: str, **energy: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def so_far(device_s: float = 3600.0) -> RunSoFar:
-    return RunSoFar(tokens=10**6, steps=1000, device_s=device_s, devices=2)
+def so_far(device_s: float = 3600.0, money: float | None = None) -> RunSoFar:
+    return RunSoFar(tokens=10**6, steps=1000, device_s=device_s, devices=2, money=money)
 
 
 def test_a_run_is_the_sum_over_its_nodes_with_what_it_is_worth_here(tmp_path):
@@ -302,11 +313,11 @@ def test_a_run_is_the_sum_over_its_nodes_with_what_it_is_worth_here(tmp_path):
         write_lines(tmp_path, node, joules=1, source="nvml", total_joules=900_000, total_device_s=900.0)
         write_lines(tmp_path, node, joules=1, source="nvml", total_joules=1_800_000, total_device_s=1800.0)
     worth = EnergyConfig(grid_kg_per_kwh=0.1, pue=1.5, price_per_device_h=3.0, currency="EUR")
-    found = energy_of_run(tmp_path, worth, MACHINE, so_far(), STEP_S)
+    found = energy_of_run(tmp_path, worth, MACHINE, so_far(money=3.0), STEP_S)
     assert found is not None and found.source == "nvml" and found.currency == "EUR"
     assert found.kwh == pytest.approx(1.0, rel=1e-3)
     assert found.co2_kg == pytest.approx(1.0 * 1.5 * 0.1, rel=1e-3)
-    assert found.money == pytest.approx(3.0, rel=1e-3)
+    assert (found.money, found.per_token.money) == (3.0, 3e-6)
     assert found.per_token.kwh == pytest.approx(1e-6, rel=1e-3)
     watts = watts_per_device(MACHINE)
     assert watts is not None and found.predicted is not None
@@ -335,6 +346,23 @@ def test_a_run_of_which_much_was_estimated_is_marked_so_whatever_measures_it_now
 
 def test_a_run_from_before_there_were_lines_on_an_unknown_machine_has_no_figures(tmp_path):
     assert energy_of_run(tmp_path, EnergyConfig(), None, so_far(), None) is None
+
+
+def test_a_price_is_the_run_file_s_else_the_machine_s():
+    own = EnergyConfig(price_per_device_h=3.0, currency="EUR")
+    priced_machine = MACHINE.model_copy(update={"price_per_device_h": 2.0, "currency": "CHF"})
+    assert [price_of(machine, own) for machine in (None, MACHINE, priced_machine)] == 3 * [(3.0, "EUR")]
+    assert price_of(priced_machine, EnergyConfig()) == (2.0, "CHF") and price_of(None, EnergyConfig()) is None
+
+
+def test_the_catalogue_s_power_is_that_of_the_world_at_hand_once_it_has_started(tmp_path):
+    watts, events = CataloguePower(run_config(Path("no data")), tmp_path), Events(tmp_path, "rank-0")
+    assert watts() is None
+    of = {"processes": 2, "per_node": 2, "peak_flops_per_s": {"fp32": 1e9}}
+    events.write("start", time_s=1.0, hardware={**of, "device": "cpu"})
+    of_cpu = watts()
+    events.write("start", hardware={**of, "device": "NVIDIA H100 80GB HBM3"})
+    assert of_cpu is not None and watts() == watts_per_device(MACHINE) != of_cpu
 
 
 def test_an_unknown_machine_that_measures_has_energy_and_no_price(tmp_path):

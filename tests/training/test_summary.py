@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,11 @@ def test_device_time_counts_the_ranks_that_each_step_had(tmp_path: Path) -> None
     assert len(list(measured.steps(metrics))) == 12 and measured.device_s == 12 * 2 * 2.0
 
 
-def reported(folder: Path) -> None:
+def reported(folder: Path, machine: Cluster | None = None) -> None:
     facts = {"status": "stopped", "peak_flops": 1.0, "time_to_first_step_s": None}
     never: Any = None  # no text is written, and nothing was scored
     run, quiet = run_config(Path("no data")), Progress(enabled=False)
-    write_report(run, folder, never, never, None, quiet, Plan(), None, None, CPU, facts)
+    write_report(run, folder, never, never, None, quiet, Plan(), None, machine, CPU, facts)
 
 
 def test_the_time_since_the_start_is_no_less_than_that_of_the_steps_although_the_clock_was_set_back(tmp_path):
@@ -102,6 +103,21 @@ def test_the_time_since_the_start_is_no_less_than_that_of_the_steps_although_the
     reported(tmp_path)
     report = Report.load(tmp_path)
     assert (report.wall_s, report.goodput) == (7200.0, round(6000 / 7200, 4))
+
+
+def test_goodput_and_money_are_of_the_time_in_which_the_run_held_its_devices(tmp_path: Path) -> None:
+    run, now_s = RunFolder(tmp_path), time.time()
+    for ago_s, kind, facts in (
+        (9000.0, "start", {"world_size": 2, "price_per_device_h": 1.0, "currency": "EUR"}),
+        (8000.0, "end", {}),
+        (1000.0, "start", {"world_size": 4, "price_per_device_h": 3.0, "currency": "EUR"}),
+    ):
+        run.event(kind, step=0, plan="", time_s=now_s - ago_s, **facts)
+    run.step(0, 1, loss=2.0, seconds={"step": 500.0}, step_time_s=500.0)
+    reported(tmp_path, Cluster.parse("4xh100").model_copy(update={"price_per_device_h": 3.0, "currency": "EUR"}))
+    report = Report.load(tmp_path)
+    assert report.wall_s == pytest.approx(9000.0, rel=0.01) and report.goodput == pytest.approx(0.5, rel=0.01)
+    assert report.energy is not None and report.energy.money == pytest.approx((2 * 1 + 4 * 3) / 3.6, rel=0.01)
 
 
 def test_a_report_that_cannot_be_written_is_a_matter_of_the_disk(tmp_path):

@@ -44,7 +44,7 @@ def test_a_row_has_the_last_line_of_the_run(tmp_path: Path) -> None:
     row, written = row_of("team/demo", reader), (reader.folder / "metrics.jsonl").read_text().splitlines()
     last = [step for step in map(json.loads, written) if "loss" in step][-1]
     assert (row.id, row.name, row.step, row.steps) == ("team/demo", "demo", 60, 100)
-    assert (row.loss, row.tokens, row.mfu) == (last["loss"], last["tokens"], last["mfu"])
+    assert (row.loss, row.tokens) == (last["loss"], last["tokens"])
     assert (row.devices, row.model) == (4, "llama-5m") and row.plan is not None and "dp_replicate=4" in row.plan
     assert row.validation_loss is not None and row.started_s is not None and row.started_s >= START_S
 
@@ -57,10 +57,24 @@ def test_a_row_costs_what_the_run_file_says_of_its_devices(tmp_path: Path) -> No
     assert row.cost is not None and row.currency == "EUR"
 
 
-def test_a_run_that_has_ended_has_nothing_left_and_its_reports_goodput(tmp_path: Path) -> None:
-    row = row_of("demo", read(replace(MADE, total_steps=60, is_finished=True), tmp_path))
-    report = json.loads((tmp_path / "demo/report.json").read_text())
-    assert (row.state, row.eta_s, row.goodput) == ("finished", None, report["goodput"])
+def test_a_run_that_has_ended_has_nothing_left_and_its_report_s_figures(tmp_path: Path) -> None:
+    reader = read(replace(MADE, total_steps=60, is_finished=True), tmp_path)
+    path = tmp_path / "demo/report.json"
+    told = {"goodput": 0.7, "tokens_per_s": 12.0, "mfu": 0.5, "energy": {"money": 3.0, "currency": "EUR"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+    reader.refresh()
+    row = row_of("demo", reader)
+    assert (row.state, row.eta_s, row.goodput, row.tokens_per_s, row.mfu) == ("finished", None, 0.7, 12.0, 0.5)
+    assert (row.cost, row.currency) == (3.0, "EUR")
+
+
+def test_a_run_at_work_has_the_median_speed_of_its_last_steps(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.event("start", step=0, world_size=2)
+    run.step(*range(20))
+    run.step(20, tokens_per_s=1.0, mfu=0.001)
+    row = row_of("demo", RunReader.read(tmp_path))
+    assert (row.tokens_per_s, row.mfu, row.cost) == (512.0, 0.25, None)
 
 
 def test_a_run_in_minutes_that_goes_on_to_a_number_of_steps_makes_that_many(tmp_path: Path) -> None:

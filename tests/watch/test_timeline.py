@@ -44,6 +44,17 @@ def test_servers_that_go_back_while_all_live_cost_the_steps_that_are_made_again(
     assert found.seconds("recovery") == 0.0
 
 
+def test_each_world_has_its_own_price_and_goodput_leaves_pauses_out():
+    rank = partial(event, process="rank-0", step=0, world_size=2)
+    dear, foreign = {"price_per_device_h": 9.0, "currency": "EUR"}, {"price_per_device_h": 1.0, "currency": "USD"}
+    starts = [dear, {**dear, "price_per_device_h": 18.0}, foreign, {}]
+    begun = [(3600.0 * (1 + 2 * n), rank(3600.0 * (1 + 2 * n), "start", **price)) for n, price in enumerate(starts)]
+    found = timeline([each for at_s, start in begun for each in (start, rank(at_s + 3600, "end"))], 4e4, None)
+    assert (found.wall_s, found.running_s) == (7 * 3600.0, 4 * 3600.0)
+    assert found.goodput(7200.0) == 0.5 and timeline([], 0.0, None).goodput(0.0) is None
+    assert found.money((10.0, "EUR")) == 2 * (9.0 + 18.0 + 10.0 + 10.0)
+
+
 def test_what_has_become_of_it_is_what_its_first_server_says():
     done = event(200.0, "finish", exit_code=0, finished=True, why="all updates are made")
     stopped = event(140.0, "finish", exit_code=143, finished=False, why="it was asked to stop")

@@ -167,26 +167,26 @@ class CataloguePower:
     """The catalogue's power of a rank's device, once the run has written down which devices it found."""
 
     def __init__(self, run: RunConfig, run_dir: Path):
-        self._run, self._run_dir = run, run_dir
+        self._run, self._run_dir, self._since_s = run, run_dir, time.time()
         self._known: float | None = None
 
     def __call__(self) -> float | None:
         """Return watts, without the building's share; None as long as the devices are unknown, or their power."""
-        if self._known is None:
-            machine = _machine(self._run, self._run_dir)
-            self._known = None if machine is None else watts_per_device(machine)
-        return self._known
+        if self._known is not None:
+            return self._known
+        events = from_the_end(self._run_dir / "events" / "rank-0.jsonl")
+        start = next((event for event in events if event.get("event") == "start"), {"time_s": 0.0})
+        machine = machine_started_on(self._run, start.get("hardware"))
+        watts = None if machine is None else watts_per_device(machine)
+        if start["time_s"] >= self._since_s:  # else of the worlds before, which may have had other devices
+            self._known = watts
+        return watts
 
 
 def watts_per_device(machine: Cluster) -> float | None:
     """Return the power of a device in training with its share of the node; None if the catalogue lacks it."""
     power = power_per_device_w(machine)
     return None if power is None else float(power.mid) / machine.pue
-
-
-def _machine(run: RunConfig, run_dir: Path) -> Cluster | None:
-    starts = (event for event in from_the_end(run_dir / "events" / "rank-0.jsonl") if event.get("event") == "start")
-    return machine_started_on(run, next(starts, {}).get("hardware"))
 
 
 def machine_started_on(run: RunConfig, hardware: Any) -> Cluster | None:
@@ -253,6 +253,8 @@ class RunSoFar:
     """Time of all its steps, times the ranks that each had."""
     devices: int
     """Ranks at its end."""
+    money: float | None = None
+    """Price of the devices for as long as they were held; None if nobody knows it."""
 
 
 def energy_of_run(
@@ -277,9 +279,8 @@ def energy_of_run(
     pue = machine.pue if machine else settings.pue or defaults["pue"].default
     grid = machine.grid_kg_per_kwh if machine else settings.grid_kg_per_kwh
     grid = defaults["grid_kg_per_kwh"].default if grid is None else grid
-    price = _price(machine, settings)
     kwh = joules / JOULES_PER_KWH
-    made = Costs(kwh=kwh, co2_kg=kwh * pue * grid, money=None if price is None else price * device_s / 3600)
+    made = Costs(kwh=kwh, co2_kg=kwh * pue * grid, money=so_far.money)
     predicted = _predicted(machine, so_far, predicted_step_s)
     return Energy(
         **_rounded(made).model_dump(),
@@ -305,9 +306,12 @@ def priced(machine: Cluster, settings: EnergyConfig) -> Cluster:
     return machine.model_copy(update=given)
 
 
-def _price(machine: Cluster | None, settings: EnergyConfig) -> float | None:
-    known = machine and price_per_device_h(machine)
-    return float(known.mid) if known else settings.price_per_device_h
+def price_of(machine: Cluster | None, settings: EnergyConfig) -> tuple[float, str] | None:
+    """Return the price of an hour of a device of the run, and its currency; None if nobody knows it."""
+    machine = machine and priced(machine, settings)
+    if machine and (known := price_per_device_h(machine)):
+        return float(known.mid), machine.currency
+    return None if settings.price_per_device_h is None else (settings.price_per_device_h, settings.currency)
 
 
 def _predicted(machine: Cluster | None, so_far: RunSoFar, step_s: Estimate | None) -> Costs | None:

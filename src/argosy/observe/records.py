@@ -222,9 +222,9 @@ _EVENT = _table(
         ),
         **dict.fromkeys(("step", "size", "world_size", "steps_lost", "generation"), _count),
         **dict.fromkeys(("exit_code", "pid", "number"), _whole),
-        "seconds": _number,
+        **dict.fromkeys(("seconds", "price_per_device_h"), _number),
         **dict.fromkeys(("loss", "grad_norm"), _any_of(_number, _text)),
-        **dict.fromkeys(("why", "plan", "node", "site", "reason", "outcome", "source", "process"), _text),
+        **dict.fromkeys(("why", "plan", "node", "site", "reason", "outcome", "source", "process", "currency"), _text),
     }
 )
 _OF_EVENTS: dict[str, dict[str, type]] = {
@@ -234,8 +234,7 @@ _OF_EVENTS: dict[str, dict[str, type]] = {
 """Event -> keys that it cannot be understood without."""
 _REPORT = _table(
     {
-        "goodput": _number,
-        "wall_s": _number,
+        **dict.fromkeys(("goodput", "wall_s", "step_time_s", "tokens_per_s", "mfu"), _number),
         "status": _text,
         "sample": _text,
         "validation": _tables_of(_any_of(_number, _text)),

@@ -96,7 +96,7 @@ class Report(BaseModel):
     wall_s: float
     """Seconds from the first start to the end, restarts and pauses included."""
     goodput: float
-    """Share of `wall_s` spent in steps that count."""
+    """Share spent in steps that count, of the time in which the run held its devices: pauses are left out."""
     validation: dict[str, int | float] | None
     """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's. Of a reward
     model, loss and accuracy of pairs."""

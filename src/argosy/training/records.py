@@ -21,6 +21,7 @@ from argosy.data.order import Range
 from argosy.errors import ArgosyWarning, RunFailed, counted
 from argosy.observe.clock import matmul_peak_flops
 from argosy.observe.counters import Communication
+from argosy.observe.energy import machine_started_on, price_of
 from argosy.observe.events import Events, Metrics
 from argosy.observe.heartbeat import BESIDE, NO_FACTS
 from argosy.observe.report import task_in_words
@@ -156,14 +157,19 @@ class Records:
 
     def started(self, step: int) -> None:
         """Record that training is about to begin at `step`; each process does so."""
+        hardware = vars(self._hardware())
+        machine = machine_started_on(self._run, hardware)
+        price, currency = price_of(machine, self._run.observe.energy) or (None, None)
         self.events.write(
             "start",
             step=step,
             plan=str(self._plan),
             world_size=self._world.size,
             peak_flops=self.peak_flops,
-            hardware=vars(self._hardware()),
+            hardware=hardware,
             torch=torch.__version__,
+            price_per_device_h=price,
+            currency=currency,
         )
         if self._plan.compile:
             self.progress.say(" compiling: the first steps take a minute or two")

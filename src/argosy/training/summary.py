@@ -20,7 +20,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.errors import StorageError, counted
 from argosy.models.generate import sample_tokens
-from argosy.observe.energy import RunSoFar, energy_of_run
+from argosy.observe.energy import RunSoFar, energy_of_run, price_of
 from argosy.observe.events import Metrics, each_line, plan_since
 from argosy.observe.report import (
     REPORT_COLUMNS,
@@ -38,6 +38,8 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.parameters import parameters
 from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score, unigram_score
+from argosy.watch.linefile import EventLog
+from argosy.watch.timeline import timeline
 
 SAMPLE_LENGTH = 200
 SAMPLE_ROOM = 6
@@ -125,12 +127,17 @@ def write_report(
         return  # stopped before the first step: there is nothing to report
     if is_worker:  # its lines count the steps and tokens of all workers
         found["steps"], found["tokens"] = measured.count, measured.count * run.tokens_per_step
-    wall_s = max(time.time() - _first_start(run_dir), found["seconds"]["step"])  # the clock may have been set back
+    events = EventLog(run_dir / "events")
+    events.refresh()
+    so_far = timeline(events.events, time.time(), None)
+    since_s = time.time() - _first_start(run_dir), so_far.running_s
+    wall_s, running_s = (max(each, found["seconds"]["step"]) for each in since_s)  # the clock may have been set back
+    price = price_of(machine, run.observe.energy)
     report = Report(
         name=run.name,
         run_dir=run_dir,
         wall_s=round(wall_s, 3),
-        goodput=round(measured.counted_s / wall_s, 4),
+        goodput=round(measured.counted_s / running_s, 4),
         validation=validation,
         sample=sample,
         plan=str(plan),
@@ -139,7 +146,13 @@ def write_report(
             run_dir,
             run.observe.energy,
             machine,
-            RunSoFar(found["tokens"], _full_steps(run, found), measured.device_s, plan.world_size),
+            RunSoFar(
+                found["tokens"],
+                _full_steps(run, found),
+                measured.device_s,
+                plan.world_size,
+                None if price is None else so_far.money(price),
+            ),
             None if prediction is None else prediction.step_s,
         ),
         not_deterministic=(

@@ -194,8 +194,8 @@ class RunFacts:
 
     @cached_property
     def wall_s(self) -> float:
-        """Seconds from the first start to the newest line, without those in which nobody ran it."""
-        return self.running_s(float(self.starts[0]["time_s"]), self.last_line_s) if self.starts else float("nan")
+        """Seconds from the first process to the newest line, without those in which nobody ran it."""
+        return self._timeline.running_s if self.starts else float("nan")
 
     def running_s(self, begin_s: float, end_s: float) -> float:
         """Return the seconds between two times in which the run was not stopped."""
@@ -213,6 +213,10 @@ class RunFacts:
     def device_hours(self) -> float:
         """Devices times hours in which the run held them, to the newest line, each world with as many as it had."""
         return self._timeline.device_hours
+
+    def cost_so_far(self, price: float, currency: str) -> float:
+        """Return the cost of these, each world's at its own price; at this one if it has none in this currency."""
+        return self._timeline.money((price, currency))
 
     @cached_property
     def _pauses(self) -> list[PhaseSpan]:

@@ -191,8 +191,10 @@ def _cost(
     price = None if machine is None or plan is None else price_per_device_h(machine)
     if machine is None or plan is None or price is None:
         return None, None, ""
-    in_all = facts.device_hours + hours_left * plan.world_size
-    return Estimate.of_draws(in_all * _of(price, random)), facts.device_hours * float(price.mid), machine.currency
+    mid = float(price.mid)
+    so_far = facts.cost_so_far(mid, machine.currency)
+    in_all = (so_far / mid + hours_left * plan.world_size) * _of(price, random)
+    return Estimate.of_draws(in_all), so_far, machine.currency
 
 
 def _energy(

@@ -18,10 +18,9 @@ from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import UserError
 from argosy.files import text_at_end
-from argosy.observe.energy import JOULES_PER_KWH, machine_started_on
+from argosy.observe.energy import JOULES_PER_KWH, machine_started_on, price_of
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.records import NORM_KINDS
-from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
 from argosy.watch.columns import STEP_COLUMN
 from argosy.watch.facts import batches_of
@@ -54,6 +53,7 @@ class RunRow:
     validation_accuracy: float | None = None
     """The last evaluation's; the accuracy of a reward model."""
     tokens_per_s: float | None = None
+    """The report's, else the median of the last steps, as mfu."""
     mfu: float | None = None
     eta_s: float | None = None
     """Seconds that are left."""
@@ -67,7 +67,7 @@ class RunRow:
     model: str | None = None
     devices: int | None = None
     goodput: float | None = None
-    """Share of the time that was spent in steps that count."""
+    """Share of the time in which it ran that was spent in steps that count."""
 
 
 RUN_ROW_KEYS = tuple(field.name for field in fields(RunRow))
@@ -81,7 +81,7 @@ def line(run_id: str, run: RunFiles) -> dict[str, Any]:
 
 def row_of(run_id: str, run: RunFiles) -> RunRow:
     """Return what a list of runs shows of one."""
-    step = run.last_line
+    step, report = run.last_line, run.report or {}
     devices = _devices(run)
     found = timeline(run.events, run.alive_s, run.recent_step_s)
     cost, currency = _cost(run, found)
@@ -97,8 +97,7 @@ def row_of(run_id: str, run: RunFiles) -> RunRow:
         validation_loss=run.last_evaluation.get("validation_loss"),
         bits_per_byte=run.last_evaluation.get("bits_per_byte"),
         validation_accuracy=run.last_evaluation.get("validation_accuracy"),
-        tokens_per_s=step.get("tokens_per_s"),
-        mfu=step.get("mfu"),
+        **{key: report.get(key, run.recent(key)) for key in ("tokens_per_s", "mfu")},
         eta_s=_eta_s(run),
         cost=cost,
         currency=currency,
@@ -107,7 +106,7 @@ def row_of(run_id: str, run: RunFiles) -> RunRow:
         plan=_plan(run),
         model=model_name(run.run.model) if run.run else None,
         devices=devices,
-        goodput=(run.report or {}).get("goodput"),
+        goodput=report.get("goodput"),
     )
 
 
@@ -116,7 +115,7 @@ def details(run_id: str, reader: RunReader) -> dict[str, Any]:
     predicted = reader.prediction
     return line(run_id, reader) | {
         "now_s": time.time(),
-        "goodput": (reader.report or {}).get("goodput", _goodput(reader, found)),
+        "goodput": (reader.report or {}).get("goodput", found.goodput(useful_s(reader))),
         "step_s": reader.recent_step_s,
         "predicted": predicted
         and {
@@ -130,11 +129,6 @@ def details(run_id: str, reader: RunReader) -> dict[str, Any]:
         "problems": reader.problems,
         "report": {key: (reader.report or {}).get(key) for key in ("status", "wall_s", "validation", "sample")},
     }
-
-
-def _goodput(reader: RunReader, found: RunTimeline) -> float | None:
-    useful = min(useful_s(reader), found.seconds("training"))  # clocks may differ by a little
-    return useful / found.wall_s if found.wall_s > 0 else None
 
 
 def unreadable(run_id: str, problem: str) -> dict[str, Any]:
@@ -192,12 +186,12 @@ def _plan(run: RunFiles) -> str | None:
 
 
 def _cost(run: RunFiles, found: RunTimeline) -> tuple[float | None, str | None]:
-    """Return the money for the devices so far, and its currency; None if nobody knows a price."""
-    cluster = machine_of(run)
-    price = price_per_device_h(cluster) if cluster else None
-    if cluster is None or price is None:
-        return None, None
-    return found.device_hours * float(price.mid), cluster.currency
+    """Return the money for the devices so far, or as reported, and its currency; None if nobody knows a price."""
+    told = (run.report or {}).get("energy", {})
+    if isinstance(told.get("money"), int | float):
+        return told["money"], str(told.get("currency"))
+    price = None if run.run is None else price_of(machine_of(run), run.run.observe.energy)
+    return (None, None) if price is None else (found.money(price), price[1])
 
 
 def machine_of(run: RunFiles) -> Cluster | None:
@@ -327,7 +321,7 @@ def goodput(reader: RunReader, found: RunTimeline) -> dict[str, Any]:
     """Return where a run's wall time went, in seconds; the parts add up to it.
 
     useful: steps that count. evaluate, checkpoint, check: beside steps. lost: steps that were run again. other: what
-    is left of the training. `goodput` is the share of the useful part, None if there was no time yet.
+    is left of the training. `goodput` is the share of the useful part of what is not stopped, None if there is none.
     """
     training = found.seconds("training")
     parts = {"useful": useful_s(reader)}
@@ -337,11 +331,10 @@ def goodput(reader: RunReader, found: RunTimeline) -> dict[str, Any]:
         parts = {name: seconds * training / inside for name, seconds in parts.items()}
     parts["other"] = training - sum(parts.values())
     parts |= {phase: found.seconds(phase) for phase in ("startup", "recovery", "stopped")}
-    wall_s = found.wall_s
     return {
-        "wall_s": wall_s,
+        "wall_s": found.wall_s,
         "parts": {name: round(max(0.0, seconds), 3) for name, seconds in parts.items()},
-        "goodput": parts["useful"] / wall_s if wall_s > 0 else None,
+        "goodput": found.goodput(parts["useful"]),
     }
 
 

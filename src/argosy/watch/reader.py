@@ -188,8 +188,11 @@ class RunFiles:
     @property
     def recent_step_s(self) -> float | None:
         """The median of the last steps' `step_time_s`; None if there is none."""
-        recent = [line.get("step_time_s") for line in self.recent_steps]
-        known = [value for value in recent if isinstance(value, int | float)]
+        return self.recent("step_time_s")
+
+    def recent(self, key: str) -> float | None:
+        """Return the median of a number of the last steps; None if there is none."""
+        known = [value for line in self.recent_steps if isinstance(value := line.get(key), int | float)]
         return float(np.median(known)) if known else None
 
     def _read_nodes(self) -> bool:
@@ -368,10 +371,9 @@ class RunReader(RunFiles):
             curves.setdefault(key.removeprefix("tasks."), []).append((step, value))
         return curves
 
-    @property
-    def recent_step_s(self) -> float | None:
-        """The median of the last steps' `step_time_s`; None if there is none."""
-        recent = self.steps["step_time_s"][-RECENT_STEPS:]
+    def recent(self, key: str) -> float | None:
+        """Return the median of a number of the last steps; None if there is none."""
+        recent = self.steps[key][-RECENT_STEPS:] if len(self.steps) else np.empty(0)
         recent = recent[np.isfinite(recent)]
         return float(np.median(recent)) if len(recent) else None
 

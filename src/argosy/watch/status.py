@@ -176,7 +176,9 @@ def status_of(reader: RunReader, since: str = "") -> RunSummary:
         health=_health(reader.state, alerts, found.advice),
         step_s=Expected(
             planned=_ends(predicted.step_s) if predicted and facts.has_whole_batch else None,
-            measured=_rounded(facts.step_s if facts.step_s > 0 else reader.recent_step_s),
+            measured=_rounded(
+                (reader.report or {}).get("step_time_s", facts.step_s if facts.step_s > 0 else reader.recent_step_s)
+            ),
         ),
         memory_bytes=Expected(
             planned=_ends(predicted.memory_bytes) if predicted else None, measured=_rounded(measured)

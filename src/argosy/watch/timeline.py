@@ -128,6 +128,15 @@ def steps_gone_back(event: Mapping[str, Any]) -> int:
     return max(0, step - to_step) if isinstance(step, int) and isinstance(to_step, int) else 0
 
 
+DevicePrice = tuple[float, str]
+"""The price of an hour of a device, and its currency."""
+
+
+def _price_in(start: Mapping[str, Any]) -> DevicePrice | None:
+    price, currency = start.get("price_per_device_h"), start.get("currency")
+    return (float(price), currency) if isinstance(price, int | float) and isinstance(currency, str) else None
+
+
 @dataclass
 class PhaseSpan:
     """Time in which a run was in one phase."""
@@ -137,6 +146,8 @@ class PhaseSpan:
     end_s: float
     devices: int
     """Processes of the world, or of the last one."""
+    price: DevicePrice | None = None
+    """The price that its start gives; None if nobody knew it."""
 
     @property
     def seconds(self) -> float:
@@ -165,9 +176,25 @@ class RunTimeline:
         return sum(stretch.seconds for stretch in self.stretches)
 
     @property
+    def running_s(self) -> float:
+        """The part of it in which the run held its devices."""
+        return self.wall_s - self.seconds("stopped")
+
+    @property
     def device_hours(self) -> float:
         """Devices times hours in which the run held them."""
         return sum(s.seconds * s.devices for s in self.stretches if s.phase != "stopped") / 3600
+
+    def goodput(self, useful_s: float) -> float | None:
+        """Return the share of `running_s` that went into steps that count, of so many seconds; None before any."""
+        useful_s = min(useful_s, self.seconds("training"))  # clocks may differ by a little
+        return useful_s / self.running_s if self.running_s > 0 else None
+
+    def money(self, now: DevicePrice) -> float:
+        """Return the cost of the devices, each world's at its own price; at `now` if it has none in that currency."""
+        held = (s for s in self.stretches if s.phase != "stopped")
+        own = ((s, s.price if s.price and s.price[1] == now[1] else now) for s in held)
+        return sum(s.seconds / 3600 * s.devices * per_hour for s, (per_hour, _) in own)
 
 
 def timeline(
@@ -195,6 +222,7 @@ class _Walk:
         self._since_s = 0.0
         self._last_s = 0.0
         self._devices = 1
+        self._price: DevicePrice | None = None
         self._has_agents = False
         self._break: int | None = None
         self._cause: tuple[int, float] | None = None
@@ -251,6 +279,7 @@ class _Walk:
             self._begin(time_s)
         if isinstance(event.get("world_size"), int):
             self._devices = event["world_size"]
+        self._price = _price_in(event)
         if self._break is not None and self._phase == "recovery":
             cost_s = time_s - self._since_s + self._lost_steps * self._step_s
             self._found.costs_s[self._break] = self._found.costs_s.get(self._break, 0.0) + cost_s
@@ -268,7 +297,7 @@ class _Walk:
     def _enter(self, phase: Phase, time_s: float) -> None:
         if self._since_s:
             time_s = max(time_s, self._since_s)
-            self._found.stretches.append(PhaseSpan(self._phase, self._since_s, time_s, self._devices))
+            self._found.stretches.append(PhaseSpan(self._phase, self._since_s, time_s, self._devices, self._price))
         self._phase, self._since_s = phase, time_s
 
 

@@ -88,7 +88,7 @@ _ABOUT_STOPS = {
 
 @dataclass(frozen=True)
 class WallTimeSplit:
-    """The time since the first start, split by use, without that in which nobody ran it."""
+    """The time in which the run held its devices, split by use."""
 
     wall_s: float
     useful_s: float
@@ -102,7 +102,7 @@ class WallTimeSplit:
 
 
 def spent(facts: RunFacts) -> WallTimeSplit | None:
-    """Return where the time since the first start went; None before the first step."""
+    """Return where the time in which it ran went; None before the first step."""
     whole = slice(0, len(facts))
     useful_s = float(np.nansum(facts.column("step_time_s")))
     if not len(facts) or not facts.wall_s > 0 or not useful_s > 0:
