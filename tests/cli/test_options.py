@@ -120,7 +120,7 @@ def test_a_key_is_an_option(words, key, value):
         ("--learning-rate 4", "--learning-rate: unknown option; here it is --optimizer.lr."),
         ("--model llama3-8b", "--model: unknown option; here it is --model.preset."),
         ("--resume", "--resume: unknown option; here it is the default: the same command goes on"),
-        ("--rundir 4", "--rundir: unknown option; did you mean --run_dir?"),
+        ("--rundir 4", "--rundir: unknown option; did you mean --run-dir?"),
         (
             "--data.sources data/mine",
             "--data.sources 'data/mine': must be pairs of a path and its weight, as in --data.",

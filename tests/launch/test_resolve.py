@@ -49,6 +49,12 @@ def test_a_run_in_epochs_has_the_fewest_steps_that_read_so_much(corpus, epochs):
     assert with_known_length(asked).train.steps == steps  # nothing was to be prepared
 
 
+def test_evaluations_read_what_there_is_of_held_out_text(corpus):
+    there = sum(shard.tokens for shard in Manifest.load(corpus, check_shards=False).splits["validation"])
+    for asked, read in ((10**9, there), (there - 1, there - 1)):
+        assert with_known_length(run_config(corpus, evaluate={"tokens": asked})).evaluate.tokens == read
+
+
 def test_epochs_are_the_number_that_is_written(corpus):
     data = resolve(run_config(corpus), QUIET)[1].sources[0]
     seq_len = next(n for n in range(8, 99) if math.ceil(1.1 * data.windows(n)) > -(-11 * data.windows(n) // 10))

@@ -239,7 +239,9 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
         key = key_of(name.lstrip("-"))
         elsewhere = ELSEWHERE if schema is RunConfig else {}  # another command has no keys of a run
         alone = "give its value alone." if key in known and name.startswith(OPTION_MARK) else ""
-        hint = "set it in the run file." if key in hidden else alone or suggestion(key, known, OPTION_MARK, elsewhere)
+        hint = alone or suggestion(key, known, OPTION_MARK, elsewhere)
+        hint = re.sub(rf"{OPTION_MARK}\S+", lambda option: option[0].replace("_", "-"), hint)  # as --help spells them
+        hint = "set it in the run file." if key in hidden else hint
         lines.append(f"{name}: {'no' if key in hidden else 'unknown'} option; {hint}")
     if unknown and not lines:
         order = ", and RUN comes first" if prog.endswith(RUN_ARGUMENT) else ""

@@ -123,12 +123,19 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
 
 
 def with_known_length(run: RunConfig) -> RunConfig:
-    """Return a run in epochs with its number of steps, if its data are prepared and on this machine.
+    """Return a run in epochs with its number of steps, and with the tokens that its evaluations read, if its data are
+    prepared and on this machine.
 
     Raises: UserError, as for a run that trains; DataError if a shard is missing or cut off.
     """
-    folder = Path(next(iter(run.data.sources), str(run.data.prepare.out)))
-    if run.train.steps or not run.train.epochs or not (folder / MANIFEST).exists():
+    folders = [Path(source) for source in run.data.sources or (str(run.data.prepare.out),)]
+    if not all((folder / MANIFEST).exists() for folder in folders):
+        return run
+    manifests = [Manifest.load(folder, check_shards=False) for folder in folders]
+    sizes = [sum(shard.tokens for shard in each.splits.get("validation", ())) for each in manifests]
+    share = run.evaluate.tokens // max(1, sum(size > 0 for size in sizes))
+    run = run.with_keys(evaluate={"tokens": max(1, sum(min(share, size) for size in sizes))})
+    if run.train.steps or not run.train.epochs:
         return run
     return _with_length(run, open_data(run.data, run.seed, run.train.batches))
 

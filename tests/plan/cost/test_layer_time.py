@@ -124,6 +124,11 @@ def test_full_recompute_is_a_forward_more(plan, share):
     assert seconds(found.recomputed_s) == pytest.approx(share * seconds(found.mean_layer.forward))
 
 
+def test_of_five_layers_every_second_are_three():
+    found = layer("recompute=full,recompute_every=2", work=replace(DENSE, layers=5), constants=Constants())
+    assert seconds(found.recomputed_s) == pytest.approx(3 / 5 * seconds(found.mean_layer.forward))
+
+
 def test_the_head_computes_a_logit_for_each_word_on_the_last_stage():
     found = layer().head
     assert seconds(found.matmul) == pytest.approx(2 * TOKENS * 1024 * 32000 / RATE)

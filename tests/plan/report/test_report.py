@@ -52,3 +52,14 @@ def test_nothing_fits_says_what_would_do():
     assert "With state in host memory: --fix offload=all|optimizer" in said
     assert 'With 8-bit optimizer state (optimizer.state = "int8" in the run file), e.g.' in said
     assert "On 2 such devices" in said
+    assert "weights=bf16" not in said, "12 bytes a parameter are too much too"
+
+
+@pytest.mark.parametrize("finetune", [None, 1e6])
+def test_weights_in_16_bits_and_adapters_are_named_where_they_fit(finetune):
+    with pytest.raises(UserError) as refused:
+        asked = Question(seq_len=2048, global_batch=8, finetune=finetune)
+        plan_report(of_model("mistral-7b", "1xh100-96gb-hbm2e-500w", asked))
+    said = str(refused.value)
+    assert 'With weights in 16 bits, which changes results: --fix weights=bf16, e.g. "' in said
+    assert ('As an adapter: --lora 16 (lora.rank in a run file), e.g. "' in said) == (finetune is not None)

@@ -112,6 +112,13 @@ class RankSizes:
         """Tensor-parallel ranks that share each expert."""
 
     @property
+    def recomputed_share(self) -> Numbers:
+        """Share of the layers that a plan which recomputes does so with: those whose number, from 0, is a multiple of
+        `recompute_every`."""
+        layers = np.maximum(1, self.work.layers)
+        return np.ceil(layers / self.plans.recompute_every) / layers
+
+    @property
     def hidden_bytes(self) -> Numbers:
         """Bytes of a microbatch's hidden states on one rank, between matrices."""
         return self.tokens * self.work.width / self.sequence_ranks * self.activation_bytes

@@ -182,19 +182,13 @@ class LayerMemory(RankSizes):
     def moved(self) -> Numbers:
         """Bytes of a layer and microbatch that go to the host: what it keeps, or a recomputed layer's input."""
         whole = self._of_layer - self._casts
-        again = np.where(self.plans.is_("recompute", "none"), 0.0, self._recomputed_share)
+        again = np.where(self.plans.is_("recompute", "none"), 0.0, self.recomputed_share)
         return np.where(self.offloads_activations, again * self.hidden_bytes + (1 - again) * whole, 0.0)
-
-    @property
-    def _recomputed_share(self) -> Numbers:
-        """Share of the layers that are recomputed: those whose number, from 0, is a multiple of `recompute_every`."""
-        layers = np.maximum(1, self.work.layers)
-        return np.ceil(layers / self.plans.recompute_every) / layers
 
     @cached_property
     def kept(self) -> Numbers:
         """Bytes that one layer keeps until backward, with the plan's recompute; the mean over layers."""
-        share, work = self._recomputed_share, self.work
+        share, work = self.recomputed_share, self.work
         kept = share * self._of_recomputed + (1 - share) * self._of_layer
         for every, experts, deltas in work.passed_over:
             here = (every > 1) & (self.plans.recompute_every == every)

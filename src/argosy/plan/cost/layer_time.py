@@ -296,7 +296,7 @@ class LayerModel(RankSizes):
         cheap = layer.pointwise * 0.5 + np.where(system.flash > 0, 0.0, layer.attention)
         which = np.where(plans.is_("recompute", "selective"), cheap, 0.0)
         which = np.where(plans.is_("recompute", "full"), layer.forward, which)
-        return self.work.reached * which / plans.recompute_every
+        return self.work.reached * which * self.recomputed_share
 
     @property
     def trained_matmuls(self) -> Numbers:

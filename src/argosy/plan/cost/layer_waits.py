@@ -75,7 +75,7 @@ class WaitModel(LayerModel):
     @cached_property
     def _forwards(self) -> Numbers:
         """Times that a layer's forward communication happens; backward's counts as one more."""
-        again = np.where(self.plans.is_("recompute", "full"), 1 / self.plans.recompute_every, 0.0)
+        again = np.where(self.plans.is_("recompute", "full"), self.recomputed_share, 0.0)
         return 1 + self.work.reached * (1 + again)
 
     def _tensor(self) -> Numbers:

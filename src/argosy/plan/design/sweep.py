@@ -224,7 +224,7 @@ class TrainingSweep:
     ) -> TrainedPoints:
         model = WholeRunModel(self.request.run, self.request.cluster, self.costs, self.space.tokens)
         used = np.full(len(step_s), self.space.devices)
-        failures = model.failures(used, np.nan_to_num(step_s, nan=1.0))
+        failures = model.failures(layouts, used, np.nan_to_num(step_s, nan=1.0))
         made = model.whole(layouts, used, Estimate.exactly(step_s), failures)
         hours = np.asarray(made.device_hours.mid)
         return TrainedPoints(

@@ -52,6 +52,9 @@ FEWEST_HALVINGS = 10
 """Cost and energy may be least on fewer devices than there are: a half, a quarter, ...; so many halvings are tried."""
 IN_HOST_MEMORY = "With state in host memory"
 IN_8_BITS = 'With 8-bit optimizer state (optimizer.state = "int8" in the run file)'
+WEIGHTS_IN_BF16 = "With weights in 16 bits, which changes results: --fix weights=bf16"
+WITH_ADAPTER = "As an adapter: --lora {rank} (lora.rank in a run file)"
+ADAPTER_RANK = 16
 MOST_DOUBLINGS = 12
 """Doublings of the cluster that are tried, to find one that is large enough."""
 BY_SPEED = "Unless it deals work out by speed: below stand the best such plans."
@@ -78,6 +81,7 @@ class PlanRequest:
     """Defaults that were filled in for the user, in words."""
     assumed_batch: str = ""
     """The one of these that names the batch; a smaller one may take its place. Empty: the batch was asked for."""
+    is_fine_tuning: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ def _with_workers(request: PlanRequest) -> Cluster:
 def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_fastest: bool) -> Explanation:
     costs, row = economy.costs, Layouts.of([plan])
     choice = economy.choices(row)[0]
-    failures = economy.failures(np.array([plan.world_size]), float(choice.step_s.mid))
+    failures = economy.failures(row, np.array([plan.world_size]), float(choice.step_s.mid))
     waterfall = costs.predict_time(row).by_category(0)
     if between_s := float(economy.between_sites_s(sum(waterfall.values()))):
         waterfall["sites"] = between_s
@@ -350,6 +354,11 @@ def _remedies(request: PlanRequest, costs: CostModel, leanest: Plan, counts: Seq
         smaller = request.run.with_keys(optimizer={"state": "int8"})
         small = costs_of_one_plan(smaller, _with_workers(request))
         ways += [(IN_8_BITS, small, pins), (f"{IN_8_BITS}, {ways[0][0].lower()}", small, ways[0][2])]
+    if "weights" not in pins:
+        ways.append((WEIGHTS_IN_BF16, costs, {**pins, "weights": ("bf16",)}))
+    if (request.is_fine_tuning or request.run.model.weights) and not request.run.lora.rank:
+        adapter = request.run.with_keys(lora={"rank": ADAPTER_RANK})
+        ways.append((WITH_ADAPTER.format(rank=ADAPTER_RANK), costs_of_one_plan(adapter, _with_workers(request)), pins))
     for how, leaner, more in ways:
         has_both = IN_8_BITS in how and "offload" in more
         if ("offload" in pins and "offload" in how) or (has_both and remedies):

@@ -97,7 +97,8 @@ def of_model(model: str | ModelConfig, cluster: str | Cluster, question: Questio
     tokens, more = _tokens(question, run)
     assumed = [*assumed, *of_batch, *more]
     batch = "" if question.serving else "".join(of_batch)
-    return PlanRequest(run, place, tokens, question.objective, pins, question.top, None, tuple(assumed), batch)
+    tunes = question.finetune is not None
+    return PlanRequest(run, place, tokens, question.objective, pins, question.top, None, tuple(assumed), batch, tunes)
 
 
 def of_run(run: RunConfig, place: Cluster | Devices, question: Question) -> PlanRequest:

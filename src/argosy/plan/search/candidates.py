@@ -61,17 +61,16 @@ class WholeRunModel:
         """Return what agreeing with other sites adds to a step of a site that takes `step_s`, on average over steps."""
         return exchange_s(self.costs, self.cluster, step_s) if self.run.sites else 0.0
 
-    @property
-    def state_bytes(self) -> float:
-        """Bytes of a checkpoint: weights in fp32, and moments."""
+    def state_bytes(self, plans: Layouts) -> Numbers:
+        """Return the bytes of a checkpoint: weights as they are stored, and moments."""
         work, system = self.costs.workload, self.costs.system
         moment_bytes = system.moment_bytes * work.trained_parameters + system.ends_moment_bytes * work.trained_ends
-        return float(4 * work.saved_parameters + moment_bytes)
+        return np.where(plans.is_("weights", "bf16"), 2, 4) * work.saved_parameters + moment_bytes
 
-    def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
+    def failures(self, plans: Layouts, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
         """Return the effect of failures on jobs on so many devices of a site."""
         used = np.asarray(devices * self.sites, float)
-        saving = checkpoint_cost(self.cluster, self.state_bytes, used, self.run.checkpoint.background)
+        saving = checkpoint_cost(self.cluster, self.state_bytes(plans), used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)
 
     def whole(self, plans: Layouts, devices: NDArray[np.int64], step_s: Estimate, failures: Goodput) -> WholeRun:
@@ -119,7 +118,8 @@ class WholeRunModel:
         if objective == "time":
             return found.step_s
         step_s = found.step_s + self.between_sites_s(found.step_s)
-        made = self.whole(found.plans, found.devices, Estimate.exactly(step_s), self.failures(found.devices, step_s))
+        failures = self.failures(found.plans, found.devices, step_s)
+        made = self.whole(found.plans, found.devices, Estimate.exactly(step_s), failures)
         chosen = {"cost": made.money, "energy": made.energy_kwh}.get(objective)
         if objective == "goodput":
             return -np.asarray(made.tokens_per_day.mid)
@@ -134,7 +134,7 @@ class WholeRunModel:
         ranks = [costs.memory_of(memory.by_category(i)) for i in range(n)]
         fits = costs.has_room(plans, np.array([float(rank.mid) for rank in ranks]))
         step_s = stacked(steps)
-        failures = self.failures(devices, step_s.mid)
+        failures = self.failures(plans, devices, step_s.mid)
         made = self.whole(plans, devices, step_s, failures)
         rates = costs.rates
         peak = np.broadcast_to(in_precision(plans.precision, rates.fp32, rates.half, rates.narrow), n)
