@@ -16,10 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it and gives it no public name
 
+from argosy.models.adapters import LowRank
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.parallel.recompute import RecomputeMode, apply_recompute, recompute_flops_per_byte, tensors_in
 from argosy.parallel.world import World
+from argosy.plan.parameters import Parameter
 from tiny import model_config
 from workers import WorkerPool
 
@@ -196,6 +198,36 @@ def test_backward_computes_again_what_each_mode_did_not_keep() -> None:
     assert half["mm"] == none["mm"] + matmuls
     assert (none["silu"], selective["silu"], full["silu"], half["silu"]) == (0, layers, layers, 1)
     assert none["rsqrt"] == 0 and selective["rsqrt"] == full["rsqrt"] == 2 * layers
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with an adapter of a rank that is high beside its width."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        shapes = {"a": (rank, width), "b": (width, rank)}
+        self.low_rank = LowRank({name: Parameter(shape) for name, shape in shapes.items()}, 1.0, None, 0)
+        for name, parameter in self.low_rank.named_parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+        self.register_buffer("weight", torch.eye(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.low_rank(x, self.weight))
+
+
+def test_outputs_of_an_adapter_are_computed_again_whatever_its_rank() -> None:
+    """They are as wide as those of the matrix beside it, and would double what a layer keeps."""
+    plain, gradients, products = Adapted(64, rank=32), [], []
+    for mode in ("none", "selective"):
+        block = copy.deepcopy(plain)
+        apply_recompute([(0, block)], mode)
+        loss = block(torch.linspace(-1, 1, 8 * 64).view(8, 64)).sum()
+        with Operations() as operations:
+            loss.backward()
+        products.append(operations.count["mm"])
+        gradients.append([parameter.grad for parameter in block.parameters()])
+    assert products[1] == products[0] + 1, "those of the matrix and of the inner product are kept"
+    assert_bit_equal(gradients[1], gradients[0])
 
 
 class Dropped(nn.Module):

@@ -60,6 +60,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "dp_shard=8", {"lora.rank": 16}),
     (DENSE, "pp=2", {"lora.rank": 16, "lora.base": "nf4", "model.vocab_size": 128256, "model.layers": 4}),
     (DENSE, "tp=4", {"lora.rank": 16}),
+    (DENSE, "dp_shard=8,recompute=selective", {"lora.rank": 64}),
     (DENSE, "dp_shard=8,zero=1", {"lora.rank": 16, "lora.kind": "dora"}),
     (DENSE, "dp_shard=8,recompute=full", {"lora.rank": 16, "lora.base": "nf4"}),
     (DENSE, "microbatch=2", {"lora.rank": 16, "lora.base": "int8"}),

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from argosy import compiler
 from argosy.compiler import outside_graphs
+from argosy.models.adapters import LowRank
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.observe.wire import tensors_in
 from argosy.plan.cost.layer_memory import KEPT_FLOPS_PER_BYTE
@@ -52,7 +53,8 @@ def apply_recompute(
                     module.recomputes = False
             # Not a wrapping module, which would rename the parameters; a partial follows its module into a deepcopy.
             if mode == "selective":
-                block.forward = partial(_recomputed_selectively, block.forward)
+                ranks = (part.a.shape[-2] for part in block.modules() if isinstance(part, LowRank))
+                block.forward = partial(_recomputed_selectively, block.forward, max(ranks, default=0))
             else:
                 # Selective recomputation would not see the operations in compiled parts, nor that they reuse memory.
                 forward = torch.compile(block.forward) if compiled else block.forward
@@ -71,25 +73,30 @@ def _recomputed_around_compiled(forward: Callable[..., Any], *args: Any, **kwarg
     return _recomputed(forward, *args, **kwargs)
 
 
-def _recomputed_selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
+def _recomputed_selectively(forward: Callable[..., Any], rank: int, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(selective_contexts, rank), **kwargs)
 
 
-def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return `torch.utils.checkpoint.checkpoint`'s `context_fn` for one forward of a selectively recomputed block."""
-    return create_selective_checkpoint_contexts(_KeepWhatIsDear())
+def selective_contexts(rank: int = 0) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return `torch.utils.checkpoint.checkpoint`'s `context_fn` for one forward of a selectively recomputed block.
+
+    rank: of its adapters, whose outputs, as wide as those of the products beside them, take little to compute again.
+    """
+    return create_selective_checkpoint_contexts(_KeepWhatIsDear(rank))
 
 
 class _KeepWhatIsDear:
     """Decides, operation by operation of one forward, whose output is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._kept: set[StorageWeakRef] = set()
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         outputs = list(tensors_in(context.op_output))
+        of_adapter = 2 * self._rank / min((tensor.element_size() for tensor in outputs), default=1)
         if self._is_kept_and_summed(op, args) or (
-            recompute_flops_per_byte(op, args, kwargs, context.op_output) > KEPT_FLOPS_PER_BYTE
+            recompute_flops_per_byte(op, args, kwargs, context.op_output) > max(KEPT_FLOPS_PER_BYTE, of_adapter)
         ):
             self._kept.update(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs)
             return CheckpointPolicy.MUST_SAVE

@@ -30,8 +30,9 @@ KEPT_FLOPS_PER_BYTE = 8.0
 
 Elementwise operations, norms and casts cost about one FLOP a byte, a matmul with inner dimension K costs 2K over the
 size of an element, attention over S tokens 4S over that size: any bound between these gives the same choice for dense
-models, and a higher one gives up low-rank matmuls and attention inside short documents first. Below a device's ridge
-point (about 10 on a CPU, 200 to 300 on datacentre GPUs in bf16) computing again takes no longer than reading.
+models, and a higher one gives up attention inside short documents first. The outputs of adapters are computed again
+whatever their rank. Below a device's ridge point (about 10 on a CPU, 200 to 300 on datacentre GPUs in bf16) computing
+again takes no longer than reading.
 """
 DROPOUT_BYTES = 1
 
@@ -212,8 +213,6 @@ class LayerMemory(RankSizes):
         whole = self._of_layer
         hidden = 3 * work.width / self.sequence_ranks + self._inputs
         results = hidden + self._attention + self._feed_forward(work.ffn_matrices - 1, work.expert_matrices - 1)
-        is_dear = 2 * work.adapter_rank / self.activation_bytes > KEPT_FLOPS_PER_BYTE
-        results = results + np.where(is_dear, work.adapter_outputs / plans.tp, 0)
         of_matmuls = self.tokens * (results * self.activation_bytes + self._scores + self._delta_results)
         cheap = np.where(system.selective > 0, system.selective * self._fused_layer, of_matmuls)
         cheap = np.where(system.flash > 0, cheap, whole - self.tokens * self._scores)
