@@ -214,6 +214,16 @@ def test_parquet_holds_conversations(config: PrepareConfig, tmp_path: Path) -> N
     assert found.splits == jsonl.splits
 
 
+def test_a_folder_may_hold_other_files_beside_its_conversations(config: PrepareConfig, tmp_path: Path) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "README.md").write_text("Where they are from.")
+    (tmp_path / "chats" / "train.json").write_text(json.dumps([chat(number) for number in range(GOOD)]))
+    found = prepare(config.model_copy(update={"input": (str(tmp_path / "chats"),)}))
+    words = found.in_words()
+    assert words.startswith(f"{GOOD} conversations from 1 file; ") and "; 1 file left out: README.md" in words
+    assert "extensions" not in words  # no option reads it as a conversation
+
+
 def test_messages_may_have_a_time_and_other_columns_that_json_lacks(config: PrepareConfig, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow as pa

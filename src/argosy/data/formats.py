@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from argosy.config.data import PrepareConfig
 from argosy.data.compressed import DECOMPRESS_BYTES, decompressed, zstandard
 from argosy.data.conversations import BadRecord, Record, names_in, without_nulls
-from argosy.data.sources import RECORDS, InputFile
+from argosy.data.sources import OF_CONVERSATIONS, InputFile
 from argosy.errors import UserError, a_kind, imported
 
 EMPTY = "empty document"
@@ -87,7 +87,7 @@ def read_file(
     Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field` at all
     (a Parquet file without the column, the first MOST_WITHOUT_FIELD records without the field).
     """
-    if fields.document_of is not None and (file.texts is not None or file.suffix not in (*RECORDS, ".json")):
+    if fields.document_of is not None and (file.texts is not None or file.suffix not in OF_CONVERSATIONS):
         raise UserError(
             f"{file.name}: conversations are read from .jsonl, .json and .parquet. Leave it out of `input`."
         )

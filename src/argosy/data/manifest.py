@@ -171,10 +171,8 @@ class Manifest(_Record):
         if self.left_out:
             names = [Path(name).name for name in self.left_out_names[:NAMES_IN_WORDS]]
             names += ["..."] if self.left_out > len(names) else []
-            parts.append(
-                f"{counted(self.left_out, 'file')} left out: {', '.join(names)} (no known extension: "
-                f"`{option} '*'` reads them)"
-            )
+            why = f" (no known extension: `{option} '*'` reads them)" if self.rows is None else ""
+            parts.append(f"{counted(self.left_out, 'file')} left out: {', '.join(names)}{why}")
         if self.other_splits:
             parts.append(f"{counted(self.other_splits, 'file')} of other splits than train not read")
         for verb, counts in (("skipped", self.skipped), ("dropped", self.dropped)):

@@ -249,10 +249,10 @@ def would_prepare(config: PrepareConfig, extend: ExtendConfig, machines: LaunchO
 def _checked(config: PrepareConfig, extend: ExtendConfig, machines: LaunchOptions) -> tuple[Engine, int, Input]:
     """Return the engine, how many workers are wanted, and the input. Raises: UserError if one of them is wrong."""
     engine = engine_for_programs("workers of `prepare`", machines, WORKER_OPTIONS)
-    wanted = _workers_wanted(config, machines)
+    wanted, is_of_chats = _workers_wanted(config, machines), config.has_conversations
     _check_filters(config.filters)
     _check_tokenizer_there(config)
-    return engine, wanted, find_files(config.input, config.extensions, extend.code, config.fields)
+    return engine, wanted, find_files(config.input, config.extensions, extend.code, config.fields, is_of_chats)
 
 
 def _workers_wanted(config: PrepareConfig, machines: LaunchOptions) -> int:

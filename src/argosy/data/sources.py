@@ -57,6 +57,8 @@ def _torch() -> list[Path]:
 
 COMPRESSED_ENDINGS = (".gz", ".zst")
 RECORDS = (".jsonl", ".ndjson", ".parquet")
+OF_CONVERSATIONS = (*RECORDS, ".json")
+"""Suffixes that conversations are read from."""
 TEXTS = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".csv", ".tsv"),
     *(".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt"),
@@ -124,16 +126,22 @@ class Input:
 
 
 def find_files(
-    items: Iterable[str], extensions: Sequence[str] = (), code: Sequence[CodeFile] = (), fields: Iterable[str] = ()
+    items: Iterable[str],
+    extensions: Sequence[str] = (),
+    code: Sequence[CodeFile] = (),
+    fields: Iterable[str] = (),
+    of_conversations: bool = False,
 ) -> Input:
     """Find all files that the items of `prepare.input` name, in order of items; those of a folder or glob by path.
 
     extensions: suffixes that are text beside TEXTS; * stands for any. code: where sources of the user's are declared.
-    fields: for each item, the field of its records that holds the text.
+    fields: for each item, the field of its records that holds the text. of_conversations: other files of a folder or
+    glob are left out.
     Raises: UserError if an item names nothing, or its protocol is unknown or lacks a package.
     """
+    usual = OF_CONVERSATIONS if of_conversations else (*TEXTS, *RECORDS)
     found = [
-        Input([user_source(item, code)], []) if item.startswith(SOURCE_PREFIX) else _expand(item, extensions)
+        Input([user_source(item, code)], []) if item.startswith(SOURCE_PREFIX) else _expand(item, extensions, usual)
         for item in items
     ]
     if not found:
@@ -152,7 +160,7 @@ def user_source(item: str, code: Sequence[CodeFile]) -> InputFile:
     return InputFile(item, None, item, None, checksum, texts)
 
 
-def _expand(item: str, extensions: Sequence[str]) -> Input:
+def _expand(item: str, extensions: Sequence[str], usual: Sequence[str]) -> Input:
     if not item.strip():  # a shell's variable that is not set; fsspec would read the folder that one is in
         raise UserError(f"input = {item!r}: an empty name. Name files or a folder; . is the one that you are in.")
     if item.startswith(BUILTIN_PREFIX):
@@ -162,7 +170,7 @@ def _expand(item: str, extensions: Sequence[str]) -> Input:
         raise UserError(f"input = {item}: {CREDENTIALS_REMEDY}.")
     fs, path = _file_system(item)
     try:
-        return _look_up(item, fs, path, extensions)
+        return _look_up(item, fs, path, extensions, usual)
     except UserError:
         raise
     except FileNotFoundError:
@@ -183,7 +191,7 @@ def _file_system(item: str) -> tuple[Any, str]:
         raise UserError(f"input = {item}: {error}. Install what it asks for, or copy the files here.") from None
 
 
-def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
+def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str], usual: Sequence[str]) -> Input:
     if fs.isfile(path):
         return Input([_file(fs, path, fs.info(path))], [])
     if fs.isdir(path):
@@ -214,12 +222,12 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
     ]
     if what == "glob" and files and not _has_wildcard(PurePosixPath(path).name):
         return Input(_once(files, linked), [])
-    known = {*TEXTS, *RECORDS, *(f".{extension.lower().lstrip('.')}" for extension in extensions)}
+    known = {*usual, *(f".{extension.lower().lstrip('.')}" for extension in extensions)}
     taken = _once(files if "*" in extensions else [file for file in files if file.suffix in known], linked)
     if not taken:
         raise UserError(
             f"input = {item}: this {what} holds {len(files)} files, none of a known kind "
-            f"({' '.join((*TEXTS, *RECORDS))}, also with {' or '.join(COMPRESSED_ENDINGS)}). "
+            f"({' '.join(usual)}, also with {' or '.join(COMPRESSED_ENDINGS)}). "
             "If they are text, name the files themselves, or their extensions in `extensions` (.log; * for any)."
         )
     left_out = [] if "*" in extensions else [file for file in files if file.suffix not in known]
