@@ -179,12 +179,14 @@ def test_several_clusters_stand_side_by_side_with_their_prices(ask: Any) -> None
 
 
 def test_the_side_by_side_ends_in_what_to_take(ask: Any) -> None:
-    words = ask("--model", "llama3-8b", "--cluster", "8xh100", "--cluster", "64xh100", "--price", "2")
+    two = ("--cluster", "8xh100", "--cluster", "64xh100")
+    words = ask("--model", "llama3-8b", *two, "--price", "2", "--fix", "cp=1,schedule=1f1b")
     assert "Take 8xh100 if cost counts" in words and "take 64xh100 if time counts" in words
 
 
 def test_the_fewest_devices_that_are_in_time_on_each_cluster(ask: Any) -> None:
-    asked = ("--model", "llama3-8b", "--tokens", "100B", "--global-batch", "512", "--within", "2w")
+    few = ("--fix", "tp=1|8,cp=1")  # plans to look at
+    asked = ("--model", "llama3-8b", "--tokens", "100B", "--global-batch", "512", "--within", "2w", *few)
     words = ask(*asked, "--cluster", "h100", "--cluster", "8xt4", "--price", "2")
     assert "llama3-8b, 100B tokens, within 14.0 days" in words
     assert re.search(r"h100: \d+ devices do it in 14.0 days", words)
@@ -236,7 +238,7 @@ def test_devices_of_several_kinds_get_plans_with_uneven_shares(ask: Any) -> None
 
 def test_sites_that_sum_in_every_step_are_compared_with_rounds(ask: Any) -> None:
     words = ["--model", "llama3-8b", "--cluster", "two-sites", "--global-batch", "128"]
-    said = json.loads(ask(*words, "--json"))
+    said = json.loads(ask(*words, "--fix", "cp=1,schedule=1f1b", "--json"))
     assert [way["inner_steps"] for way in said["exchanges"]] == [1, 10, 50, 100, 500]
     assert said["exchanges"][0]["step_s"] == pytest.approx(said["choices"][0]["step_s"]["mid"], rel=0.03)
     assert [Plan.parse(way["plan"]).world_size for way in said["exchanges"]] == [128, 64, 64, 64, 64]
