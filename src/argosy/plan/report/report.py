@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -363,20 +364,22 @@ def _remedies(request: PlanRequest, costs: CostModel, leanest: Plan, counts: Seq
         has_both = IN_8_BITS in how and "offload" in more
         if ("offload" in pins and "offload" in how) or (has_both and remedies):
             continue
-        found = search(leaner, more, counts)
-        if len(found):
-            remedies.append(f'{how}, e.g. "{found.plans.plan(int(np.argmin(found.step_s)))}".')
+        if plan := _fastest(leaner, more, counts):
+            remedies.append(f'{how}, e.g. "{plan}".')
     for doublings in range(1, MOST_DOUBLINGS):
         count = costs.devices << doublings
-        try:
-            larger = search(costs, pins, [count])
-        except UserError:  # no legal plan for so many devices
-            continue
-        if len(larger):
-            plan = larger.plans.plan(int(np.argmin(larger.step_s)))
+        if plan := _fastest(costs, pins, [count]):
             remedies.append(f'On {count} such devices: "{plan}".')
             break
     return remedies
+
+
+def _fastest(costs: CostModel, pins: Pins, counts: Sequence[int]) -> Plan | None:
+    """Return the fastest plan that fits; None if none does, or none is legal."""
+    with suppress(UserError):
+        if len(found := search(costs, pins, counts, explains=False)):
+            return found.plans.plan(int(np.argmin(found.step_s)))
+    return None
 
 
 def usual_batch(run: RunConfig, seq_len: int) -> int:
