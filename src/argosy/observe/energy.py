@@ -308,10 +308,10 @@ def priced(machine: Cluster, settings: EnergyConfig) -> Cluster:
 
 def price_of(machine: Cluster | None, settings: EnergyConfig) -> tuple[float, str] | None:
     """Return the price of an hour of a device of the run, and its currency; None if nobody knows it."""
-    machine = machine and priced(machine, settings)
-    if machine and (known := price_per_device_h(machine)):
-        return float(known.mid), machine.currency
-    return None if settings.price_per_device_h is None else (settings.price_per_device_h, settings.currency)
+    if settings.price_per_device_h is not None:
+        return settings.price_per_device_h, settings.currency
+    known = machine and price_per_device_h(machine)
+    return (float(known.mid), machine.currency) if machine and known else None
 
 
 def _predicted(machine: Cluster | None, so_far: RunSoFar, step_s: Estimate | None) -> Costs | None:
