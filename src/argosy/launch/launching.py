@@ -13,7 +13,7 @@ from argosy.errors import UserError
 from argosy.files import made_folder
 from argosy.launch.launched import holders, one_line, record_of, records_in
 from argosy.launch.requeue import IDLE_JOBS_FILE
-from argosy.launch.run_folder import check_is_run_folder
+from argosy.launch.run_folder import IN_USE, check_is_run_folder
 from argosy.processes.secret import (
     SECRET_FILE,
     SECRET_FILE_VARIABLE,
@@ -70,10 +70,7 @@ def _check(request: RunJob, on: Engine) -> None:
     state, words = ("ended", "") if before is None else state_of(before)
     if before is None or state == "ended":
         if held_by := holders(request.run_dir):
-            raise UserError(
-                f"{request.run_dir} is in use by {', '.join(held_by)}. Wait for it, or give this run another folder "
-                "with --run-dir."
-            )
+            raise UserError(IN_USE.format(request.run_dir, ", ".join(held_by)))
         return
     if state == "unknown":
         its_job = f"{request.run_dir}: its job {before.id} on {before.engine}"

@@ -133,6 +133,7 @@ def _is_begun(run_dir: Path) -> bool:
 
 CODE = "extend"
 """The part of a run's folder with copies of the user's code, by their checksums: the older ones stay."""
+IN_USE = "{} is in use by {}. Wait for it, or give this run another folder with --run-dir."
 NEVER_CHANGED = ("model", "sync.local_steps")
 """Keys that even `--accept-changes` cannot change: the checkpoint would not fit."""
 WEIGHTS_KEY = "model.weights"
@@ -154,10 +155,7 @@ def locked(run_dir: Path, node: str = "", nodes: int = 1) -> Iterator[None]:
             others = [run_dir / RUN_LOCK] if node else sorted(run_dir.glob(f"{RUN_LOCK}-*"))
             if (holder := lock_or_holder(file) or holder_here(others)) is not None:
                 folder.is_kept = True  # it was found empty, and another process was faster
-                raise UserError(
-                    f"{run_dir} is in use by process {holder}. Wait for it, or give this run another folder with "
-                    "--run-dir."
-                )
+                raise UserError(IN_USE.format(run_dir, f"process {holder}"))
             yield
 
 
